@@ -1,0 +1,63 @@
+"""Declaration of a parameter: shape, logical axes, initialiser and role, in one place.
+
+Sharding, Muon's matrix axes, weight decay, freezing and the Hugging Face name all derive from what is declared here;
+nothing matches parameters by name.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Kind = Literal["matrix", "norm", "bias", "embedding", "head", "router", "router_bias"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a parameter is, apart from its value.
+
+    Attributes:
+      axes: logical axis name per dimension; stacked layers put "layers" first.
+      kind: "matrix" (a linear map, a Muon parameter), or what else it is.
+      inputs: dimensions that a matrix contracts with its input, counted from the end (negative).
+      outputs: dimensions it produces, counted from the end. All others (layers, experts) are a batch of matrices.
+      heads: the output dimension that Muon Split cuts into one matrix per head (paper section 2.1), or None.
+      part: "trunk", "indexer" or "mtp"; what a stage may freeze.
+      hf: name in the Hugging Face layout, relative to its layer ({e} = expert number).
+    """
+
+    axes: tuple[str, ...]
+    kind: Kind
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    heads: int | None = None
+    part: str = "trunk"
+    hf: str = ""
+
+
+class Param(nnx.Param):
+    """An nnx.Param whose metadata holds its `Spec` under `spec`."""
+
+
+def declare(
+    rngs: nnx.Rngs, stack: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str, ...], kind: Kind, std: float | None = None, **spec
+) -> Param:
+    """A fresh parameter of shape `stack + shape`, float32.
+
+    Args:
+      rngs: source of the initial values.
+      stack: leading dimensions of scanned layers, () for a single layer.
+      shape: shape for one layer.
+      axes: logical names of `shape`'s dimensions.
+      kind: see `Spec`.
+      std: standard deviation of a normal initialiser; None = ones for a norm, zeros otherwise.
+      **spec: further fields of `Spec`.
+    """
+    full = stack + shape
+    if std is not None:
+        value = std * jax.random.normal(rngs.params(), full, jnp.float32)
+    else:
+        value = jnp.ones(full, jnp.float32) if kind == "norm" else jnp.zeros(full, jnp.float32)
+    return Param(value, spec=Spec(axes=("layers",) * len(stack) + axes, kind=kind, **spec))
