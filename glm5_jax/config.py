@@ -48,6 +48,7 @@ class ModelConfig:
     index_topk_freq: int = 1  # layer i owns an indexer iff max(i - offset + 1, 0) % freq == 0
     index_skip_topk_offset: int = 2  # the offset of that rule
     index_share_for_mtp_iteration: bool = False  # later MTP steps reuse the selection of step 1 (GLM-5.2)
+    mtp_share_kv: bool = False  # later MTP steps also reuse the latent KV of step 1 (GLM-5.2's training form)
     num_nextn_predict_layers: int = 1  # MTP parameter sets: 0 or 1
     rope_theta: float = 1e6  # rotary base
     max_position_embeddings: int = 202_752  # longest sequence, tokens

@@ -1,0 +1,109 @@
+"""One decoder layer: attention and FFN, each behind a norm and added to the residual (model.md section 2)."""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.layers.mla import Context, Keys, Mla
+from glm5_jax.layers.mlp import Mlp
+from glm5_jax.layers.moe import Moe
+from glm5_jax.layers.norm import rms_norm
+from glm5_jax.layers.param import declare
+from glm5_jax.layers.rope import rotary_tables
+from glm5_jax.sparse.attention import Rows
+
+
+class Memory(NamedTuple):
+    """Cached keys of earlier tokens and the slot, an int32 scalar, at which this call's tokens are written."""
+
+    keys: Keys
+    start: jax.Array
+
+
+def remember(memory: Memory, new: Keys) -> Keys:
+    """The cache with the keys of this call's tokens written at `memory.start`."""
+
+    def write(old, new):
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, memory.start, 0))
+
+    return jax.tree.map(write, memory.keys, new)
+
+
+class Block(nnx.Module):
+    """A decoder layer: MLA + DSA, then a dense FFN or a mixture of experts.
+
+    Args of the constructor:
+      ffn: "dense" or "moe". indexer: whether the layer owns an indexer. stack: leading dimensions of scanned layers.
+      part: "trunk" or "mtp".
+    """
+
+    def __init__(self, cfg: ModelConfig, ffn: str, indexer: bool, rngs: nnx.Rngs, stack=(), part="trunk"):
+        d = cfg.hidden_size
+        self.cfg = cfg
+        self.input_norm = declare(rngs, stack, (d,), ("embed",), "norm", part=part, hf="input_layernorm.weight")
+        self.attention = Mla(cfg, rngs, stack, indexer, part)
+        self.ffn_norm = declare(rngs, stack, (d,), ("embed",), "norm", part=part, hf="post_attention_layernorm.weight")
+        if ffn == "dense":
+            self.ffn = Mlp(d, cfg.intermediate_size, cfg.initializer_range, rngs, stack, part)
+        else:
+            self.ffn = Moe(cfg, rngs, stack, part)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        ctx: Context,
+        selected: jax.Array | None = None,
+        memory: Memory | None = None,
+        keys: Keys | None = None,
+        reuse: bool = False,
+        collect: frozenset = frozenset(),
+    ):
+        """Runs the layer.
+
+        Args:
+          x: [B,T,D]. selected: int32 [B,T,K] of the nearest earlier layer with an indexer; used if this one has none.
+          memory: cache to extend and to attend to; None = attend to this call's tokens only.
+          keys: attend to these instead of this layer's own (MTP steps that share the KV of step 1).
+          reuse: use `selected` although the layer owns an indexer (MTP steps that share the selection of step 1).
+          collect: names of intermediates to return.
+        Returns:
+          (x, selected, keys used, aux): selected is None while all visible keys are attended to and nobody asked.
+        """
+        cfg = self.cfg
+        a = rms_norm(x, self.input_norm[...], cfg.rms_norm_eps)
+        if keys is None:
+            keys = self.attention.keys(a, ctx)
+            keys = keys if memory is None else remember(memory, keys)
+        cq = self.attention.query_latent(a)
+        sparse = cfg.attention == "sparse" and keys.latent.shape[1] > cfg.index_topk
+        aux = {}
+        if self.attention.indexer is not None and not reuse and selected_is_needed(sparse, collect):
+            selected, scores = self.attention.select(cq, a, keys, ctx, "index_scores" in collect)
+            aux["index_scores"] = scores
+        y, top = self.attention.attend(cq, keys, selected if sparse else None, ctx, absorbed=memory is not None)
+        x = x + y
+        m = rms_norm(x, self.ffn_norm[...], cfg.rms_norm_eps)
+        aux["max_logit"] = top
+        if isinstance(self.ffn, Moe):
+            y, routing, moe_aux = self.ffn(m, ctx.rows.segment != 0)
+            aux |= moe_aux | {"router": routing}
+        else:
+            y = self.ffn(m)
+        x = x + y
+        aux |= {"hidden": x, "selected": selected}
+        kept = {"max_logit", "balance", "load"} | collect
+        return x, selected, keys, {name: value for name, value in aux.items() if name in kept and value is not None}
+
+
+def selected_is_needed(sparse: bool, collect: frozenset) -> bool:
+    """Whether a selection has to be computed: with S <= K it is all visible keys, so nothing but a caller wants it."""
+    return sparse or bool(collect & {"selected", "index_scores"})
+
+
+
+def make_context(rows: Rows, key_segment: jax.Array, positions: jax.Array, cfg: ModelConfig) -> Context:
+    """Context of a call: positions int32 [B,T] become rotary tables, key_segment is int32 [B,S]."""
+    cos, sin = rotary_tables(positions, cfg.qk_rope_head_dim, cfg.rope_theta)
+    return Context(cos, sin, rows, key_segment)

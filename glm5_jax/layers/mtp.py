@@ -1,0 +1,96 @@
+"""Multi-token prediction with shared parameters (paper section 2.1; model.md section 7).
+
+One layer, unrolled for any number of steps. At step d, row i joins the embedding of token i + d with the hidden state of
+step d - 1 (step 0 = the trunk after its final norm) and predicts token i + d + 1. What is recycled is the state after
+`shared_head.norm`. Embedding and output head are the trunk's.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.layers.block import Block, make_context
+from glm5_jax.layers.norm import rms_norm
+from glm5_jax.layers.param import declare
+from glm5_jax.sparse.attention import Rows
+
+
+class MtpStep(NamedTuple):
+    """Result of one MTP step.
+
+    hidden: [B,T,D] after `shared_head.norm`; the head turns it into logits, the next step recycles it.
+    selected: int32 [B,T,min(K,S)] or None. aux: what the layer reports (see `Block`).
+    """
+
+    hidden: jax.Array
+    selected: jax.Array | None
+    aux: dict
+
+
+def shift(x: jax.Array, d: int) -> jax.Array:
+    """x[:, i + d] at position i of [B,T], zeros past the end."""
+    return jnp.pad(x[:, d:], ((0, 0), (0, min(d, x.shape[1]))))
+
+
+def same_document(segment_ids: jax.Array, d: int) -> jax.Array:
+    """bool [B,T]: token i + d exists and belongs to the document of token i."""
+    return (shift(segment_ids, d) == segment_ids) & (segment_ids != 0)
+
+
+class Mtp(nnx.Module):
+    """The MTP layer: two norms, a projection of [embedding; hidden], a full MoE layer, a norm."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        d = cfg.hidden_size
+        self.cfg = cfg
+        self.embed_norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="enorm.weight")
+        self.hidden_norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="hnorm.weight")
+        self.project = declare(
+            rngs, (), (2 * d, d), ("embed_pair", "embed"), "matrix", cfg.initializer_range,
+            inputs=(-2,), outputs=(-1,), part="mtp", hf="eh_proj.weight",
+        )  # fmt: skip
+        self.block = Block(cfg, "moe", True, rngs, (), part="mtp")
+        self.norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="shared_head.norm.weight")
+
+    def unroll(
+        self, hidden: jax.Array, embedded: jax.Array, positions, segment_ids, steps: int, collect: frozenset = frozenset()
+    ) -> list[MtpStep]:
+        """Unrolls the layer.
+
+        Args:
+          hidden: trunk state after its final norm [B,T,D].
+          embedded: embeddings of the same tokens [B,T,D].
+          positions, segment_ids: int32 [B,T].
+          steps: how many tokens beyond the next one to predict, at least 1.
+          collect: see `Block`.
+        Returns:
+          One `MtpStep` per step. Row i of step d has a meaning only where `same_document(segment_ids, d)`.
+        """
+        cfg = self.cfg
+        share_selection = cfg.index_share_for_mtp_iteration or cfg.mtp_share_kv
+        results, selected, keys = [], None, None
+        for d in range(1, steps + 1):
+            ahead = jnp.pad(embedded[:, d:], ((0, 0), (0, min(d, embedded.shape[1])), (0, 0)))
+            segment = jnp.where(same_document(segment_ids, d), segment_ids, 0)
+            x = jnp.concatenate(
+                [
+                    rms_norm(ahead, self.embed_norm[...], cfg.rms_norm_eps),
+                    rms_norm(hidden, self.hidden_norm[...], cfg.rms_norm_eps),
+                ],
+                axis=-1,
+            )
+            x = x @ self.project[...].astype(x.dtype)
+            slot = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), segment.shape)
+            ctx = make_context(Rows(slot, segment), segment, positions, cfg)
+            x, now_selected, now_keys, aux = self.block(
+                x, ctx, selected if share_selection else None, keys=keys if cfg.mtp_share_kv else None,
+                collect=collect, reuse=share_selection and d > 1,
+            )  # fmt: skip
+            hidden = rms_norm(x, self.norm[...], cfg.rms_norm_eps)
+            if d == 1:
+                selected, keys = now_selected, now_keys
+            results.append(MtpStep(hidden, now_selected, aux))
+        return results

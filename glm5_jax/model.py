@@ -1,0 +1,281 @@
+"""The whole GLM-5 network: embed -> scanned decoder layers -> norm -> head, and the MTP layer (paper section 2.1).
+
+Layers that repeat are stacked and scanned in the smallest repeating group (GLM-5: one layer; GLM-5.2: F S S S), so compile
+time does not grow with depth.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from glm5_jax.config import ModelConfig, check
+from glm5_jax.layers.block import Block, Memory, make_context
+from glm5_jax.layers.mla import Keys
+from glm5_jax.layers.mtp import Mtp, MtpStep
+from glm5_jax.layers.norm import rms_norm
+from glm5_jax.layers.param import Spec, declare
+from glm5_jax.sparse.attention import Rows
+
+COLLECTABLE = ("hidden", "selected", "index_scores", "router", "mtp")
+
+
+class Output(NamedTuple):
+    """Result of a forward pass.
+
+    Attributes:
+      logits: float32 [B,T,W].
+      hidden: [B,T,D] after the final norm.
+      collected: name -> list over layers (None where a layer has no such thing); "mtp" -> list over MTP steps.
+      cache: the cache with this call's tokens, or None.
+    """
+
+    logits: jax.Array
+    hidden: jax.Array
+    collected: dict
+    cache: "Cache | None" = None
+
+
+class Cache(NamedTuple):
+    """Keys of all earlier tokens: R + P numbers a token and layer, plus J on layers that own an indexer.
+
+    Attributes:
+      keys: per group, per layer of its pattern, `Keys` with leading [repeats,B,S].
+      segment: int32 [B,S], 0 where no real token stands.
+      length: int32 scalar, slots in use.
+    """
+
+    keys: tuple
+    segment: jax.Array
+    length: jax.Array
+
+
+def layer_groups(kinds: tuple) -> list[tuple[tuple, int]]:
+    """Cuts the layers into (pattern, repeats) in order.
+
+    Each cut takes the longest run that a pattern repeated at least twice covers, the shortest such pattern first; a pattern
+    of several layers begins at one that owns an indexer, so that a selection never crosses into it.
+    """
+    groups, start, n = [], 0, len(kinds)
+    while start < n:
+        best = (kinds[start : start + 1], 1)
+        for width in range(1, (n - start) // 2 + 1):
+            pattern = kinds[start : start + width]
+            repeats = 1
+            while kinds[start + repeats * width : start + (repeats + 1) * width] == pattern:
+                repeats += 1
+            longer = repeats * width > len(best[0]) * best[1]
+            if repeats > 1 and longer and (width == 1 or pattern[0][1]):
+                best = (pattern, repeats)
+        groups.append(best)
+        start += len(best[0]) * best[1]
+    return groups
+
+
+class Group(nnx.Module):
+    """`repeats` copies of a short pattern of layers, parameters stacked on a leading axis and scanned."""
+
+    def __init__(self, cfg: ModelConfig, pattern: tuple, repeats: int, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.repeats = repeats
+        self.blocks = nnx.List([Block(cfg, ffn, indexer, rngs, (repeats,)) for ffn, indexer in pattern])
+
+    def __call__(self, x, selected, ctx, keys, start, collect: frozenset):
+        """Scans the layers.
+
+        Args:
+          x: [B,T,D]. selected: int32 [B,T,K] of the last layer with an indexer before this group, or None.
+          keys: tuple over the pattern of cached `Keys` [repeats,B,S,...], or None. start: slot to write at.
+        Returns:
+          (x, selected, keys, list over layers of aux).
+        """
+        graphdef, stacked = nnx.split(self.blocks)
+
+        def body(carry, scanned):
+            x, selected = carry
+            params, keys = scanned
+            new_keys, aux = [], []
+            for i, block in enumerate(nnx.merge(graphdef, params)):
+                memory = None if keys is None else Memory(keys[i], start)
+                x, selected, now, layer_aux = block(x, ctx, selected, memory, collect=collect)
+                new_keys.append(now)
+                aux.append(layer_aux)
+            return (x, selected), (None if keys is None else tuple(new_keys), aux)
+
+        if self.cfg.remat == "block":
+            # The recomputation must not choose again: selections and expert choices are saved.
+            saved = jax.checkpoint_policies.save_only_these_names("selected", "expert_ids")
+            body = jax.checkpoint(body, policy=saved, prevent_cse=False)
+        if selected is None and self.blocks[0].attention.indexer is not None:
+            # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
+            first = jax.eval_shape(lambda: body((x, None), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])
+            selected = None if first is None else jnp.full(first.shape, -1, first.dtype)
+        (x, selected), (keys, aux) = jax.lax.scan(body, (x, selected), (stacked, keys))
+        per_layer = [jax.tree.map(lambda a, r=r: a[r], layer) for r in range(self.repeats) for layer in aux]
+        return x, selected, keys, per_layer
+
+
+class Glm5(nnx.Module):
+    """The GLM-5 language model.
+
+    Args:
+      cfg: the network. rngs: source of fresh weights (float32).
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        d, w, std = cfg.hidden_size, cfg.vocab_size, cfg.initializer_range
+        self.cfg = cfg
+        self.embedding = declare(
+            rngs, (), (w, d), ("vocab", "embed"), "embedding", std, hf="model.embed_tokens.weight"
+        )
+        self.groups = nnx.List([Group(cfg, *group, rngs) for group in layer_groups(cfg.layer_kinds)])
+        self.norm = declare(rngs, (), (d,), ("embed",), "norm", hf="model.norm.weight")
+        self.head = declare(
+            rngs, (), (d, w), ("embed", "vocab"), "head", std, inputs=(-2,), outputs=(-1,), hf="lm_head.weight"
+        )
+        self.mtp = Mtp(cfg, rngs) if cfg.num_nextn_predict_layers else None
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        collect: tuple[str, ...] = (),
+        cache: Cache | None = None,
+    ) -> Output:
+        """Runs the network; compiled once per shape.
+
+        Args:
+          tokens: int [B,T].
+          positions: int [B,T], rotary positions; default: counted from 0 in each document.
+          segment_ids: int [B,T], document of each token, documents do not see each other; 0 = padding. Default: all 1.
+          collect: any of `COLLECTABLE`.
+          cache: from `empty_cache`; the tokens then extend it.
+        Raises:
+          UserError: unknown name in `collect`, token ids outside the vocabulary, sequence too long.
+        """
+        unknown = set(collect) - set(COLLECTABLE)
+        check(not unknown, f"collect={sorted(unknown)}: allowed are {', '.join(COLLECTABLE)}")
+        check("mtp" not in collect or self.mtp is not None, "collect=mtp: this model has no MTP layer")
+        check_tokens(tokens, self.cfg)
+        graphdef, params = nnx.split(self)
+        as_int = [None if a is None else jnp.asarray(a, jnp.int32) for a in (tokens, positions, segment_ids)]
+        return _forward(graphdef, params, *as_int, cache, tuple(sorted(collect)))
+
+    def trunk(self, tokens, positions=None, segment_ids=None, cache: Cache | None = None, collect=frozenset()):
+        """Everything before the head.
+
+        Returns:
+          (hidden [B,T,D] after the final norm, list over layers of aux, cache or None). aux holds "max_logit" (largest
+          attention logit), for MoE layers "load" [E] and "balance" (sum over rows), and what `collect` names.
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones(tokens.shape, jnp.int32)
+        start = jnp.int32(0) if cache is None else cache.length
+        key_segment = segment_ids
+        if cache is not None:
+            key_segment = jax.lax.dynamic_update_slice(cache.segment, segment_ids, (0, start))
+        if positions is None:
+            positions = default_positions(key_segment, start, tokens.shape[1])
+        slot = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        ctx = make_context(Rows(slot, segment_ids), key_segment, positions, self.cfg)
+        x, selected, aux, new_keys = self.embed(tokens), None, [], []
+        for i, group in enumerate(self.groups):
+            keys = None if cache is None else cache.keys[i]
+            x, selected, keys, layer_aux = group(x, selected, ctx, keys, start, collect)
+            new_keys.append(keys)
+            aux += layer_aux
+        if cache is not None:
+            cache = Cache(tuple(new_keys), key_segment, start + tokens.shape[1])
+        return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps), aux, cache
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token embeddings [B,T,D] in the compute dtype."""
+        return self.embedding[...][tokens].astype(self.cfg.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 logits [B,T,W] of normed hidden states [B,T,D]."""
+        head = self.head[...].astype(hidden.dtype)
+        return jnp.einsum("btd,dw->btw", hidden, head, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
+
+    def mtp_steps(
+        self, hidden, tokens, positions=None, segment_ids=None, steps: int = 1, collect=frozenset()
+    ) -> list[MtpStep]:
+        """Unrolls the MTP layer over `steps` steps from the trunk's normed hidden states [B,T,D]; see `Mtp.unroll`."""
+        if segment_ids is None:
+            segment_ids = jnp.ones(tokens.shape, jnp.int32)
+        if positions is None:
+            positions = default_positions(segment_ids, 0, tokens.shape[1])
+        return self.mtp.unroll(hidden, self.embed(tokens), positions, segment_ids, steps, frozenset(collect))
+
+
+def default_positions(segment: jax.Array, start, t: int) -> jax.Array:
+    """Positions int32 [B,t] of slots start..start+t: each run of one segment id in segment [B,S] counts from 0."""
+    slots = jnp.arange(segment.shape[1], dtype=jnp.int32)
+    changes = segment != jnp.pad(segment[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    first = jax.lax.cummax(jnp.where(changes, slots, 0), axis=1)
+    return jax.lax.dynamic_slice_in_dim(slots - first, start, t, axis=1)
+
+
+def check_tokens(tokens, cfg: ModelConfig) -> None:
+    """Raises UserError for ids outside the vocabulary (concrete arrays only) or a sequence past the position limit."""
+    check(np.ndim(tokens) == 2, f"tokens: shape {np.shape(tokens)}, need [B,T]")
+    t = np.shape(tokens)[1]
+    check(t <= cfg.max_position_embeddings, f"sequence of {t} tokens: the limit is {cfg.max_position_embeddings}")
+    if not isinstance(tokens, jax.core.Tracer) and np.size(tokens):
+        low, high = int(np.min(tokens)), int(np.max(tokens))
+        check(0 <= low and high < cfg.vocab_size, f"token ids {low}..{high}: the vocabulary is 0..{cfg.vocab_size - 1}")
+
+
+def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype=None) -> Cache:
+    """A cache for `batch` rows of at most `slots` tokens, zeros, in the compute dtype unless told otherwise."""
+    dtype = dtype or cfg.dtype
+    keys = []
+    for pattern, repeats in layer_groups(cfg.layer_kinds):
+        shape = (repeats, batch, slots)
+        width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+        keys.append(
+            tuple(
+                Keys(jnp.zeros((*shape, width), dtype), jnp.zeros((*shape, cfg.index_head_dim), dtype) if full else None)
+                for _, full in pattern
+            )
+        )
+    return Cache(tuple(keys), jnp.zeros((batch, slots), jnp.int32), jnp.int32(0))
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
+    """(static structure, nested dict of parameter arrays) of a model; `merge` undoes it."""
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def merge(graphdef: nnx.GraphDef, params: dict) -> nnx.Module:
+    """The model of `split`; cheap, meant to be called inside traced functions."""
+    return nnx.merge(graphdef, params)
+
+
+def specs(model: nnx.Module) -> dict:
+    """Nested dict like that of `split`, with the `Spec` of each parameter."""
+    state = nnx.state(model)
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=lambda p: isinstance(p, nnx.Variable)))
+
+
+def abstract(cfg: ModelConfig) -> Glm5:
+    """The model with shapes in place of arrays; nothing is allocated."""
+    return nnx.eval_shape(lambda: Glm5(cfg, nnx.Rngs(0)))
+
+
+def _forward_impl(graphdef, params, tokens, positions, segment_ids, cache, collect):
+    model = nnx.merge(graphdef, params)
+    per_layer = frozenset(collect) - {"mtp"}
+    hidden, aux, cache = model.trunk(tokens, positions, segment_ids, cache, per_layer)
+    collected = {name: [layer.get(name) for layer in aux] for name in per_layer}
+    if "mtp" in collect:
+        steps = model.mtp_steps(hidden, tokens, positions, segment_ids, 2, frozenset({"selected"}))
+        collected["mtp"] = [{"logits": model.logits(s.hidden), "hidden": s.hidden, "selected": s.selected} for s in steps]
+    return Output(model.logits(hidden), hidden, collected, cache)
+
+
+_forward = jax.jit(_forward_impl, static_argnums=(0, 6))

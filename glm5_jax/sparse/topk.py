@@ -1,0 +1,26 @@
+"""Exact, deterministic top-k over index scores (model.md section 4).
+
+Ties go to the lowest position: ReLU makes exact 0.0 scores common, and a selection that differs between rollout and
+trainer makes RL collapse (paper section 3.2).
+"""
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # score of a key the query may not see; finite, so that nothing turns into NaN
+
+
+def select_top_k(scores: jax.Array, k: int) -> jax.Array:
+    """The k best visible keys of each query.
+
+    Args:
+      scores: float [..., S]; invisible keys hold `MASKED`. NaN counts as invisible.
+      k: K, at least 1.
+    Returns:
+      int32 [..., min(k, S)]: positions in ascending order, padded with -1 where fewer keys are visible.
+    """
+    n_keys = scores.shape[-1]
+    scores = jnp.where(jnp.isnan(scores), MASKED, scores)
+    values, positions = jax.lax.top_k(scores, min(k, n_keys))  # lax.top_k is stable: ties keep the lowest position
+    ascending = jnp.sort(jnp.where(values > MASKED, positions, n_keys), axis=-1)
+    return jnp.where(ascending < n_keys, ascending, -1).astype(jnp.int32)
