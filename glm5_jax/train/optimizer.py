@@ -1,0 +1,89 @@
+"""Muon Split, whole Muon and AdamW (paper section 2.1, Table 1; section 2.2 for the recipe).
+
+Muon Split orthogonalises the query, key and value up-projections head by head, so that heads can move at different scales;
+every other matrix whole, experts one by one. Which dimensions form a matrix is read from each parameter's declaration.
+Embedding, head, norms, biases and the router (our choice) take AdamW; the router bias takes no gradient.
+"""
+
+import dataclasses
+from typing import Literal
+
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from glm5_jax.config import check
+from glm5_jax.layers.param import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer settings. Newton-Schulz runs 5 steps, momentum is Nesterov, as in the reference of the method."""
+
+    name: Literal["muon_split", "muon", "adamw"] = "muon_split"  # muon = up-projections whole; adamw = no Muon at all
+    momentum: float = 0.95  # of Muon
+    update_rms: float = 0.2  # root mean square of a Muon update before the learning rate
+    b1: float = 0.9  # AdamW, first moment
+    b2: float = 0.95  # AdamW, second moment
+    eps: float = 1e-8  # AdamW
+    weight_decay: float = 0.1  # decoupled; on matrices, router, embedding and head, never on norms and biases
+    clip: float = 1.0  # largest global norm of the gradient, over all parameters together
+
+    def __post_init__(self):
+        for name in ("momentum", "b1", "b2"):
+            check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)")
+        for name in ("update_rms", "clip", "eps"):
+            check(getattr(self, name) > 0, f"optimizer.{name}={getattr(self, name)}: must be positive")
+        check(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay}: must not be negative")
+
+
+def decays(spec: Spec) -> bool:
+    """Whether weight decay applies to a parameter."""
+    return spec.kind in ("matrix", "router", "embedding", "head")
+
+
+def muon_dimensions(spec: Spec, name: str) -> MuonDimensionNumbers | None:
+    """The matrix that Muon orthogonalises, None for an AdamW parameter; dimensions in neither part are a batch."""
+    if spec.kind != "matrix" or name == "adamw":
+        return None
+    outputs = spec.outputs
+    if name == "muon_split" and spec.heads is not None:
+        outputs = tuple(axis for axis in outputs if axis != spec.heads)
+    return MuonDimensionNumbers(spec.inputs, outputs)
+
+
+def make_optimizer(
+    cfg: OptimizerConfig, learning_rate: optax.Schedule, specs: dict[tuple, Spec]
+) -> optax.GradientTransformation:
+    """The optimizer for a flat dict of parameters.
+
+    Args:
+      cfg: settings. learning_rate: step -> learning rate.
+      specs: path -> declaration of each trainable parameter; the same keys as parameters and gradients.
+    """
+    dimensions = {path: muon_dimensions(spec, cfg.name) for path, spec in specs.items()}
+    decay = {path: decays(spec) for path, spec in specs.items()}
+    labels = {path: "adamw" if dims is None else "muon" for path, dims in dimensions.items()}
+
+    def only(kind, tree):
+        return {path: value for path, value in tree.items() if labels[path] == kind}
+
+    def masked(kind):  # the decay mask in the structure that `optax.partition` hands to each part
+        return lambda tree: {p: (decay[p] if labels[p] == kind else optax.MaskedNode()) for p in tree}
+
+    parts = {
+        "adamw": optax.adamw(
+            learning_rate, cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=masked("adamw")
+        )
+    }
+    if only("muon", labels):
+        parts["muon"] = muon(
+            learning_rate,
+            beta=cfg.momentum,
+            consistent_rms=cfg.update_rms,
+            weight_decay=cfg.weight_decay,
+            weight_decay_mask=masked("muon"),
+            muon_weight_dimension_numbers=lambda tree: {
+                p: dimensions[p] if labels[p] == "muon" else optax.MaskedNode() for p in tree
+            },
+        )
+    return optax.chain(optax.clip_by_global_norm(cfg.clip), optax.partition(parts, labels))

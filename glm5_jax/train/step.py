@@ -1,0 +1,208 @@
+"""One training step as a pure function: step(state, batch) -> (state, metrics).
+
+The batch is [A,b,T]: A micro-batches of b rows, whose gradients add up. Every mean is taken over the whole batch, counted
+before the first micro-batch, so accumulation equals one large batch. Loss = cross entropy + MTP weight x mean over MTP
+steps + balance weight x sequence balance loss; there is no z-loss.
+"""
+
+import dataclasses
+from typing import Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, traverse_util
+
+from glm5_jax.config import check
+from glm5_jax.layers.mtp import same_document, shift
+from glm5_jax.layers.param import Spec
+from glm5_jax.model import Glm5, merge, specs, split
+from glm5_jax.train.loss import cross_entropy
+
+
+class TrainState(NamedTuple):
+    """step: int32 scalar. params: nested dict of float32 arrays. opt_state: optax state of the trainable ones."""
+
+    step: jax.Array
+    params: dict
+    opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Weights and shapes of the loss."""
+
+    mtp_steps: int = 3  # tokens beyond the next one to predict; 0 = no MTP loss
+    balance_weight: float = 1e-4  # of the sequence-level balance loss, summed over MoE layers
+    chunk: int = 1024  # tokens of each row whose logits exist at the same time
+
+    def __post_init__(self):
+        check(self.mtp_steps >= 0, f"loss.mtp_steps={self.mtp_steps}: must not be negative")
+        check(self.balance_weight >= 0, f"loss.balance_weight={self.balance_weight}: must not be negative")
+        check(self.chunk >= 1, f"loss.chunk={self.chunk}: must be at least 1")
+
+
+class Rates(NamedTuple):
+    """Step -> float32 value of what is scheduled besides the learning rate."""
+
+    mtp_weight: Callable
+    bias_rate: Callable
+
+
+def flat(tree: dict) -> dict:
+    """Path -> leaf of a nested dict; `traverse_util.unflatten_dict` undoes it."""
+    return traverse_util.flatten_dict(tree)
+
+
+def trainable_specs(model: Glm5, freeze: tuple[str, ...]) -> dict[tuple, Spec]:
+    """Declarations of what the optimizer trains: all but the frozen parts and the router bias."""
+    return {
+        path: spec for path, spec in flat(specs(model)).items() if spec.part not in freeze and spec.kind != "router_bias"
+    }
+
+
+def target_weights(batch: dict, ahead: int) -> jax.Array:
+    """float32 [...,T]: 1 where the token `ahead` positions on is a target: same document, and in the loss mask."""
+    rows = batch["segment_ids"].reshape(-1, batch["segment_ids"].shape[-1])
+    keep = same_document(rows, ahead)
+    if "loss_mask" in batch:
+        keep &= shift(batch["loss_mask"].reshape(rows.shape), ahead).astype(bool)
+    return keep.astype(jnp.float32).reshape(batch["segment_ids"].shape)
+
+
+def count_targets(batch: dict, mtp_steps: int) -> dict:
+    """What the means of a whole batch divide by: targets of the next token, of each MTP step, and rows."""
+    counts = [jnp.maximum(jnp.sum(target_weights(batch, d)), 1.0) for d in range(1, mtp_steps + 2)]
+    rows = jnp.maximum(jnp.sum(jnp.any(batch["segment_ids"] != 0, axis=-1)), 1).astype(jnp.float32)
+    return {"next": counts[0], "mtp": counts[1:], "rows": rows}
+
+
+def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cfg: LossConfig) -> tuple[jax.Array, dict]:
+    """Share of one micro-batch [b,T] in the loss of the whole batch.
+
+    Args:
+      batch: tokens, segment_ids, positions int32 [b,T]; optional loss_mask bool [b,T]: tokens that count as targets.
+      counts: from `count_targets` of the whole batch.
+    Returns:
+      (loss float32, parts: "ce", "mtp", "balance", "load" [MoE layers,E], "max_logit"), all but the last adding up over
+      micro-batches.
+    """
+    tokens, positions, segments = batch["tokens"], batch["positions"], batch["segment_ids"]
+    hidden, aux, _ = model.trunk(tokens, positions, segments)
+    head = model.head[...]
+
+    def loss_at(hidden, ahead):
+        return cross_entropy(hidden, head, shift(tokens, ahead), target_weights(batch, ahead), cfg.chunk)
+
+    ce = loss_at(hidden, 1) / counts["next"]
+    load = [layer["load"] for layer in aux if "load" in layer]
+    balance = sum((layer["balance"] for layer in aux if "balance" in layer), jnp.float32(0))
+    mtp = jnp.float32(0)
+    if cfg.mtp_steps:
+        steps = model.mtp_steps(hidden, tokens, positions, segments, cfg.mtp_steps)
+        mtp = sum(loss_at(s.hidden, d + 1) / counts["mtp"][d - 1] for d, s in enumerate(steps, 1)) / cfg.mtp_steps
+        balance += sum(s.aux["balance"] for s in steps) / cfg.mtp_steps
+        load.append(sum(s.aux["load"] for s in steps))
+    balance = balance / counts["rows"]
+    loss = ce + mtp_weight * mtp + cfg.balance_weight * balance
+    top = jnp.max(jnp.stack([layer["max_logit"] for layer in aux]))
+    return loss, {"ce": ce, "mtp": mtp, "balance": balance, "load": jnp.stack(load) if load else None, "max_logit": top}
+
+
+def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict, mtp_weight, cfg: LossConfig):
+    """Loss and gradients of a batch [A,b,T].
+
+    Args:
+      trainable, frozen: flat dicts of parameters; together all of them.
+    Returns:
+      (loss, parts as in `micro_loss`, flat dict of gradients).
+    """
+    counts = count_targets(batch, cfg.mtp_steps)
+
+    def loss(trainable, micro):
+        model = merge(graphdef, traverse_util.unflatten_dict(trainable | frozen))
+        return micro_loss(model, micro, counts, mtp_weight, cfg)
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    first = jax.tree.map(lambda x: x[0], batch)
+    (total, parts), grads = grad(trainable, first)
+    if jax.tree.leaves(batch)[0].shape[0] == 1:
+        return total, parts, grads
+
+    def add(carry, micro):
+        total, parts, grads = carry
+        (more, new), more_grads = grad(trainable, micro)
+        top = jnp.maximum(parts["max_logit"], new["max_logit"])
+        parts = jax.tree.map(jnp.add, parts, new) | {"max_logit": top}
+        return (total + more, parts, jax.tree.map(jnp.add, grads, more_grads)), None
+
+    rest = jax.tree.map(lambda x: x[1:], batch)
+    return jax.lax.scan(add, (total, parts, grads), rest)[0]
+
+
+def move_router_bias(params: dict, load: jax.Array, rate: jax.Array) -> dict:
+    """Adds rate * sign(mean load - load) to each router bias (DeepSeek-V3, aux-loss-free balancing).
+
+    Args:
+      params: flat dict of parameters. load: float32 [MoE layers,E], tokens per expert, trunk layers in order, then MTP's.
+    """
+    params, row = dict(params), 0
+    step = rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+    for group in sorted({path[1] for path in params if path[0] == "groups"}):
+        paths = sorted(p for p in params if p[:2] == ("groups", group) and p[-1] == "router_bias")
+        repeats = params[paths[0]].shape[0] if paths else 0
+        for i, path in enumerate(paths):
+            rows = step[row + i : row + repeats * len(paths) : len(paths)]
+            params[path] = params[path] + rows
+        row += repeats * len(paths)
+    for path in [p for p in params if p[0] == "mtp" and p[-1] == "router_bias"]:
+        if row < load.shape[0]:
+            params[path] = params[path] + step[row]
+    return params
+
+
+def init_state(model: Glm5, optimizer: optax.GradientTransformation, freeze: tuple[str, ...]) -> TrainState:
+    """State before step 0 of a model with real or abstract parameters."""
+    params = split(model)[1]
+    keep = trainable_specs(model, freeze)
+    return TrainState(jnp.int32(0), params, optimizer.init({p: v for p, v in flat(params).items() if p in keep}))
+
+
+def make_step(
+    model: Glm5, optimizer: optax.GradientTransformation, rates: Rates, cfg: LossConfig, freeze: tuple[str, ...]
+) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
+    """The step function; jit it with the state donated.
+
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were and says so in
+    metrics["finite"]; the caller decides whether to go on.
+
+    Metrics: loss, ce, mtp, balance, max_logit, grad_norm, update_norm, finite, mtp_weight, load [MoE layers,E],
+    max_violation [MoE layers] (largest load / mean load - 1).
+    """
+    check(not cfg.mtp_steps or model.mtp is not None, "loss.mtp_steps: the model has no MTP layer; set it to 0")
+    graphdef = split(model)[0]
+    trainable = set(trainable_specs(model, freeze))
+
+    def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        params = flat(state.params)
+        train = {p: v for p, v in params.items() if p in trainable}
+        frozen = {p: v for p, v in params.items() if p not in trainable}
+        mtp_weight = rates.mtp_weight(state.step)
+        loss, parts, grads = gradients(graphdef, train, frozen, batch, mtp_weight, cfg)
+        updates, opt_state = optimizer.update(grads, state.opt_state, train)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        new = params | optax.apply_updates(train, updates)
+        load = parts.pop("load")
+        metrics = parts | {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.global_norm(updates)}
+        metrics |= {"finite": finite, "mtp_weight": mtp_weight}
+        if load is not None:
+            new = move_router_bias(new, load, rates.bias_rate(state.step))
+            mean = jnp.maximum(jnp.mean(load, axis=-1), 1e-9)
+            metrics |= {"load": load, "max_violation": jnp.max(load, axis=-1) / mean - 1}
+        new, opt_state = jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), (new, opt_state), (params, state.opt_state)
+        )
+        return TrainState(state.step + 1, traverse_util.unflatten_dict(new), opt_state), metrics
+
+    return step
