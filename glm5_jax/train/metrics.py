@@ -1,0 +1,197 @@
+"""What a run reports while it trains: `metrics.jsonl`, TensorBoard events, a live line, and a plot afterwards.
+
+`metrics.jsonl` is the record: one JSON object per line, `{"step": 12, "loss": 2.302585092994046, ...}`, floats with all
+their digits, so that two runs can be compared bit for bit. NaN and infinity are the strings "nan", "inf", "-inf".
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.progress
+import tensorboardX
+
+from glm5_jax.errors import UserError
+
+LOSS = "loss"  # training loss, nats per token
+HELD_OUT = "bits_per_byte"  # held-out loss, bits per byte of text
+
+_FILE = "metrics.jsonl"
+_PLAIN_EVERY_S = 10.0  # between two lines of progress when nobody watches a terminal
+
+
+class Metrics:
+    """The record of one run, open for appending. On a pod only process 0 makes one."""
+
+    def __init__(self, run_dir: str | Path, step: int = 0):
+        """Opens the record of a run that stands at `step`.
+
+        Lines of later steps, written after the checkpoint the run resumes from, are dropped: these steps are run again.
+        So is a last line torn by a kill.
+        """
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / _FILE
+        if path.exists():
+            _rewrite(path, [line for line in _parse(path) if line["step"] <= step])
+        self._file = path.open("a", encoding="utf-8")
+        # NaN is a value like others here; the writer's warning about each one would tear the live line.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
+        self._events = tensorboardX.SummaryWriter(str(run_dir), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, float | np.ndarray]) -> None:
+        """Appends one line, flushed on return. An array goes to TensorBoard as one curve per index, `name/3`."""
+        line = {"step": int(step)} | {name: _plain(value) for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            for curve, scalar in _curves(name, np.asarray(value)):
+                self._events.add_scalar(curve, scalar, step)
+
+    def close(self) -> None:
+        """Flushes and closes both files."""
+        self._file.close()
+        self._events.close()
+
+
+def read(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run as written; arrays as lists, NaN and infinity as floats; a torn last line is left out.
+
+    Raises:
+      UserError: there is no record, or a line before the last is not JSON.
+    """
+    path = Path(run_dir) / _FILE
+    if not path.exists():
+        raise UserError(f"{path}: no such file; is {run_dir} a run directory?")
+    return [{name: _number(value) for name, value in line.items()} for line in _parse(path)]
+
+
+def plot(run_dir: str | Path, path: str | Path) -> None:
+    """Writes a PNG of the training loss and of the held-out bits per byte against the step.
+
+    Raises:
+      UserError: matplotlib is not installed, or the run has recorded neither.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise UserError("plot: needs matplotlib, which is not installed: pip install matplotlib") from error
+    panels = {LOSS: "training loss (nats per token)", HELD_OUT: "held-out text (bits per byte)"}
+    lines = read(run_dir)
+    curves = {name: [(line["step"], line[name]) for line in lines if name in line] for name in panels}
+    curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
+        raise UserError(f"{run_dir}: nothing to plot; the record has neither {LOSS} nor {HELD_OUT}")
+    figure = Figure(figsize=(5.5 * len(curves), 3.8), dpi=150, layout="constrained")
+    for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+        steps, values = zip(*curve, strict=True)
+        few = len(steps) <= 50  # then the points themselves are worth seeing
+        color = "#1f4e9c" if name == LOSS else "#b3541e"
+        axes.plot(steps, values, color=color, linewidth=1.4, marker="." if few else "")
+        axes.set(xlabel="step", ylabel=panels[name])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"last: {values[-1]:.3f}", loc="right", fontsize="medium")
+    figure.suptitle(Path(run_dir).resolve().name)
+    figure.savefig(path, format="png")
+
+
+class Progress:
+    """A live line on a terminal: step/total, bar, loss, tokens/s, time left. Elsewhere a plain line every ten seconds.
+
+        with Progress(total_steps, start) as progress:
+            progress.update(step, loss=2.31, tokens_per_s=18_000.0)
+            progress.say("checkpoint of step 200 saved")
+    """
+
+    def __init__(self, total: int, start: int = 0, console: rich.console.Console | None = None):
+        """Args: `total` steps of the run; `start` steps done before it was resumed; `console` default: stdout."""
+        self._total, self._start = total, start
+        self._console = console or rich.console.Console()
+        self._began = self._printed = time.monotonic()
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.fields[numbers]}"),
+            rich.progress.TextColumn("{task.fields[left]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total, completed=start, numbers="", left="")
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """Shows that `step` steps are done. `loss` and `tokens_per_s` are those of the newest step."""
+        numbers = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        left = self._time_left(step)
+        self._bar.update(self._task, completed=step, numbers=numbers, left=left)
+        now = time.monotonic()
+        if self._bar.disable and (now - self._printed >= _PLAIN_EVERY_S or step >= self._total):
+            self._printed = now
+            self.say(f"step {step}/{self._total}  {numbers}  {left}")
+
+    def say(self, text: str) -> None:
+        """Prints a line above the live one; safe from any thread."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._start
+        if done <= 0:
+            return ""
+        seconds = round((time.monotonic() - self._began) / done * max(self._total - step, 0))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+
+def _parse(path: Path) -> list[dict[str, Any]]:
+    """The lines as they stand; a last one without its newline was torn by a kill."""
+    *lines, _torn = path.read_bytes().split(b"\n")
+    parsed = []
+    for number, line in enumerate(lines, 1):
+        try:
+            parsed.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is not JSON: {line[:60].decode(errors='replace')!r}") from error
+    return parsed
+
+
+def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Replaces the file in one move, so that a kill leaves the old one or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines), encoding="utf-8")
+    os.replace(new, path)
+
+
+def _plain(value: Any) -> Any:
+    """A scalar or array as what JSON holds, without loss."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and jax arrays and scalars
+        return _plain(np.asarray(value).tolist())
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    """The inverse of `_plain`, with lists in place of arrays."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value) if isinstance(value, str) else value
+
+
+def _curves(name: str, value: np.ndarray) -> list[tuple[str, float]]:
+    if value.ndim == 0:
+        return [(name, float(value))]
+    return [(f"{name}/{'.'.join(map(str, index))}", float(value[index])) for index in np.ndindex(value.shape)]

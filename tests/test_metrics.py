@@ -1,0 +1,157 @@
+"""The record of a run: exact numbers, valid JSON whatever the value, and a resume that leaves no step twice."""
+
+import io
+import json
+import math
+import struct
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+from glm5_jax.errors import UserError
+from glm5_jax.train import metrics
+from glm5_jax.train.metrics import Metrics, Progress, plot, read
+
+
+def record(run_dir, steps, start=0, factor=1.0):
+    with_metrics = Metrics(run_dir, start)
+    for step in steps:
+        with_metrics.write(step, {"loss": factor * step})
+    with_metrics.close()
+
+
+def test_floats_keep_every_bit(tmp_path):
+    values = np.random.default_rng(0).integers(0, 2**32, 300, np.uint32).view(np.float32)
+    values = values[np.isfinite(values)]
+    log = Metrics(tmp_path)
+    for step, value in enumerate(values):
+        log.write(step, {"f32": value, "f64": math.sqrt(step), "jax": jnp.float32(value), "array": values[:3]})
+    log.close()
+    lines = read(tmp_path)
+    assert [line["step"] for line in lines] == list(range(len(values)))
+    for step, (line, value) in enumerate(zip(lines, values, strict=True)):
+        assert np.float32(line["f32"]).tobytes() == value.tobytes() == np.float32(line["jax"]).tobytes()
+        assert struct.pack("d", line["f64"]) == struct.pack("d", math.sqrt(step))
+        assert line["array"] == values[:3].tolist()
+
+
+def test_nan_and_infinity_are_valid_json(tmp_path):
+    log = Metrics(tmp_path)
+    log.write(1, {"loss": float("nan"), "norm": jnp.inf, "array": np.array([[1.0, -np.inf]]), "count": 3})
+    log.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    stored = json.loads(text, parse_constant=refuse)
+    assert stored == {"step": 1, "loss": "nan", "norm": "inf", "array": [[1.0, "-inf"]], "count": 3}
+    (line,) = read(tmp_path)
+    assert math.isnan(line["loss"]) and line["norm"] == math.inf and line["array"] == [[1.0, -math.inf]]
+
+
+def test_each_line_is_on_disk_at_once(tmp_path):
+    log = Metrics(tmp_path)
+    log.write(1, {"loss": 1.5})
+    assert read(tmp_path) == [{"step": 1, "loss": 1.5}]
+    log.close()
+
+
+def test_resume_drops_the_steps_that_are_run_again(tmp_path):
+    record(tmp_path, range(1, 11))
+    record(tmp_path, range(7, 9), start=6, factor=10.0)
+    losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 70.0, 80.0]
+    assert read(tmp_path) == [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    assert sorted(path.suffix for path in tmp_path.glob("metrics*")) == [".jsonl"]
+
+
+def test_a_line_torn_by_a_kill_at_any_byte(tmp_path):
+    record(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(first, len(whole)):
+        path.write_bytes(whole[:cut])
+        assert read(tmp_path) == [{"step": 1, "loss": 1.0}]
+    Metrics(tmp_path, 5).close()
+    assert path.read_bytes() == whole[:first]
+
+
+def test_garbage_before_the_last_line_is_an_error(tmp_path):
+    record(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"{garbage\n" + path.read_bytes())
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        read(tmp_path)
+    with pytest.raises(UserError, match="no such file"):
+        read(tmp_path / "nowhere")
+
+
+def test_tensorboard_reads_the_events(tmp_path):
+    """Decoded by the framing of the TFRecord format and the protobuf classes, not by the writer."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    log = Metrics(tmp_path)
+    log.write(3, {"loss": 0.5, "load": np.array([0.25, 0.75])})
+    log.close()
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    data, found = path.read_bytes(), {}
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        data = data[16 + length :]
+    assert found == {("loss", 3): 0.5, ("load/0", 3): 0.25, ("load/1", 3): 0.75}
+
+
+def test_plot_is_a_png_with_both_curves(tmp_path):
+    log = Metrics(tmp_path)
+    for step in range(1, 30):
+        log.write(step, {metrics.LOSS: 1 / step} | ({metrics.HELD_OUT: 2 / step} if step % 10 == 0 else {}))
+    log.close()
+    plot(tmp_path, tmp_path / "curves.png")
+    png = (tmp_path / "curves.png").read_bytes()
+    width, height = struct.unpack(">II", png[16:24])
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 2 * height
+
+
+def test_plot_says_what_is_missing(tmp_path, monkeypatch):
+    log = Metrics(tmp_path)
+    log.write(1, {"other": 1.0})
+    log.close()
+    with pytest.raises(UserError, match="nothing to plot"):
+        plot(tmp_path, tmp_path / "curves.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        plot(tmp_path, tmp_path / "curves.png")
+
+
+def test_progress_without_a_terminal_prints_every_ten_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with Progress(50, start=10, console=rich.console.Console(file=out)) as progress:
+        for step in range(11, 51):
+            now[0] += 3.0
+            progress.update(step, loss=2.0, tokens_per_s=12_345.6)
+            if step == 12:
+                progress.say("checkpoint [of step] 12 saved")
+    # 3 s a step: 12 s have passed at steps 14, 18, 22, ..., 50.
+    steps = range(14, 51, 4)
+    left = {step: 3 * (50 - step) for step in steps}
+    want = [f"step {s}/50  loss 2.0000  12,346 tokens/s  0:{left[s] // 60:02}:{left[s] % 60:02} left" for s in steps]
+    assert out.getvalue().splitlines() == ["checkpoint [of step] 12 saved", *want]
+
+
+def test_progress_on_a_terminal_is_a_live_line():
+    out = io.StringIO()
+    console = rich.console.Console(file=out, force_terminal=True, width=100, color_system=None)
+    with Progress(4, console=console) as progress:
+        progress.update(2, loss=1.25, tokens_per_s=1000.0)
+        progress.say("above")
+    text = out.getvalue()
+    assert "step 2/4" in text and "loss 1.2500  1,000 tokens/s" in text and "above" in text
