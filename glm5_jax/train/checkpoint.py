@@ -7,7 +7,7 @@
 
 A step is written as `<step>.saving` and renamed when it is complete, so a kill at any moment leaves the whole step or
 none. Neither orbax nor its file format notices every damaged byte; the digests do, also what a power cut lost, since
-nothing is fsynced. A damaged step is set aside as `<step>.bad` in favour of the last one. The processes of a pod share
+nothing is fsynced. A damaged step is set aside as `<step>.bad` in favour of the previous. The processes of a pod share
 the run directory, on one POSIX file system, and the work: each writes its shards and digests its share of the files.
 
 A tensor is stored under its path in the state, `params.embed.table`, so what is on disk does not depend on the Python
