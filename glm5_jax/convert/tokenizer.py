@@ -1,0 +1,183 @@
+"""Text to token ids and back: raw bytes, a Hugging Face `tokenizer.json`, or a byte-level BPE trained here.
+
+Paper section 2.2: byte-level vocabulary, documents joined by `<|endoftext|>`, fill-in-the-middle markers on code. Both
+tokenizers are byte-level, so any text comes back unchanged, and text that spells the name of a special token is encoded
+as ordinary characters: only the pipeline itself can emit an end of document.
+
+Both classes have the same members:
+    vocab_size   W, one more than the largest id
+    eos_id       id that ends a document; also fills padding
+    fim_ids      (prefix, suffix, middle) ids or None
+    token_bytes  int32 [W], UTF-8 bytes of text that each id stands for; 0 for special tokens
+    fingerprint  str that changes whenever the ids of some text could change
+    encode(text) -> int32 [n];  encode_batch(texts) -> list of int32 [n];  decode(ids) -> str
+"""
+
+import hashlib
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from glm5_jax.config import check
+from glm5_jax.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+FIM_TOKENS = ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>")  # the names in the released GLM tokenizer
+EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+FIM_NAMES = (FIM_TOKENS, ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"))
+SMALLEST_BPE = 256 + 1 + len(FIM_TOKENS)
+# Code, accents composed and decomposed, white space, four-byte characters: what a lossy tokenizer changes.
+PROBE = "def f(x):\n\treturn  x+1\r\n \u00e9 e\u0301 \ufb01 \u4e2d\u6587 \U0001f600 " + END_OF_TEXT + " \x00\x7f "
+
+
+def _check_ids(ids, vocab_size: int) -> np.ndarray:
+    ids = np.asarray(ids, dtype=np.int64).reshape(-1)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    check(outside.size == 0, f"token ids: {outside[:1]} is outside the vocabulary 0..{vocab_size - 1}")
+    return ids
+
+
+class ByteTokenizer:
+    """Id 0 ends a document, byte b is id b + 1, ids 257..259 are the FIM markers: 260 ids in all."""
+
+    vocab_size = SMALLEST_BPE
+    eos_id = 0
+    fim_ids = (257, 258, 259)
+    fingerprint = "bytes"
+
+    def __init__(self):
+        self.token_bytes = np.zeros(self.vocab_size, np.int32)
+        self.token_bytes[1:257] = 1
+        names = (END_OF_TEXT, *(bytes([b]) for b in range(256)), *FIM_TOKENS)
+        self._pieces = [name if isinstance(name, bytes) else name.encode() for name in names]
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], one id per UTF-8 byte of `text`."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + 1
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids) -> str:
+        """Text of `ids` [n]; special tokens by name, broken UTF-8 as U+FFFD. UserError for ids outside 0..259."""
+        return b"".join(self._pieces[i] for i in _check_ids(ids, self.vocab_size)).decode(errors="replace")
+
+
+class BpeTokenizer:
+    """A byte-level tokenizer of the `tokenizers` library.
+
+    Raises UserError, which names `source`, when it has no end-of-document token or does not return text unchanged.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, source: str):
+        self.fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        tokenizer.encode_special_tokens = True  # names of special tokens inside a text stay ordinary text
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # the ids of released tokenizers may have holes
+        self.eos_id = next((vocabulary[name] for name in EOS_NAMES if name in vocabulary), -1)
+        check(self.eos_id >= 0, f"tokenizer={source}: has no end-of-document token, any of {', '.join(EOS_NAMES)}")
+        found = (names for names in FIM_NAMES if all(name in vocabulary for name in names))
+        self.fim_ids = next((tuple(vocabulary[name] for name in names) for names in found), None)
+        self.token_bytes = _token_bytes(tokenizer, vocabulary, self.vocab_size)
+        self.token_bytes[self.eos_id] = 0
+        ids = self.encode(PROBE)
+        check(self.eos_id not in ids, f"tokenizer={source}: {END_OF_TEXT} is not marked special, text could spell it")
+        lossless = self.decode(ids) == PROBE and self.token_bytes[ids].sum() == len(PROBE.encode())
+        check(lossless, f"tokenizer={source}: is not byte-level, text does not come back unchanged from its ids")
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], the ids of `text` without any added begin or end."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids) -> str:
+        """Text of `ids` [n]; special tokens by name, broken UTF-8 as U+FFFD. UserError for ids outside 0..W-1."""
+        return self._tokenizer.decode(_check_ids(ids, self.vocab_size).tolist(), skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        """Writes `tokenizer.json`, readable by `load_tokenizer` and transformers."""
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
+        self._tokenizer.save(str(partial))
+        partial.replace(path)
+
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int], vocab_size: int) -> np.ndarray:
+    """int32 [W]. In the vocabulary of a byte-level BPE each character of a token stands for one byte."""
+    sizes = np.zeros(vocab_size, np.int32)
+    for token, i in vocabulary.items():
+        sizes[i] = len(token)
+    for i, token in tokenizer.get_added_tokens_decoder().items():
+        sizes[i] = 0 if token.special else len(token.content.encode())
+    return sizes
+
+
+def bpe_size(name: str) -> int | None:
+    """VOCAB of the setting "bpe:VOCAB", None for any other name. UserError if VOCAB is no number or too small."""
+    if not name.startswith("bpe:"):
+        return None
+    size = int(name[4:]) if re.fullmatch("[0-9]{1,7}", name[4:]) else 0
+    check(size >= SMALLEST_BPE, f"tokenizer={name}: bpe:VOCAB needs a VOCAB of at least {SMALLEST_BPE}")
+    return size
+
+
+def load_tokenizer(name: str) -> ByteTokenizer | BpeTokenizer:
+    """The tokenizer "bytes" or that of a `tokenizer.json` file. UserError for a missing, corrupt or lossy file."""
+    if name == "bytes":
+        return ByteTokenizer()
+    check(Path(name).is_file(), f"tokenizer={name}: no such file; allowed: bytes, bpe:VOCAB, path of a tokenizer.json")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(name)
+    except Exception as error:  # the library raises bare Exception for a broken file
+        raise UserError(f"tokenizer={name}: not a readable tokenizer.json ({_one_line(error)})") from error
+    return BpeTokenizer(tokenizer, name)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """A byte-level BPE of exactly `vocab_size` ids trained on `texts`.
+
+    Id 0 is `<|endoftext|>`, ids 1..3 are the FIM markers, then the 256 bytes, then the merges. The same texts in the
+    same order give the same tokenizer. UserError when the texts are too few for that many merges.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, *FIM_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    reached = tokenizer.get_vocab_size()
+    check(
+        reached == vocab_size,
+        f"tokenizer=bpe:{vocab_size}: the training text yields only {reached} tokens; at most bpe:{reached}",
+    )
+    return BpeTokenizer(tokenizer, f"bpe:{vocab_size}")
+
+
+def trained_tokenizer(name: str, path: Path) -> BpeTokenizer | None:
+    """The BPE "bpe:VOCAB" trained earlier and kept at `path`, None if there is none. UserError if of another size."""
+    if not path.exists():
+        return None
+    tokenizer = load_tokenizer(str(path))
+    check(
+        tokenizer.vocab_size == bpe_size(name),
+        f"tokenizer={name}: {path} holds a vocabulary of {tokenizer.vocab_size}; use that size or another directory",
+    )
+    return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
