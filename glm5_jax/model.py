@@ -77,10 +77,10 @@ def layer_groups(kinds: tuple) -> list[tuple[tuple, int]]:
 class Group(nnx.Module):
     """`repeats` copies of a short pattern of layers, parameters stacked on a leading axis and scanned."""
 
-    def __init__(self, cfg: ModelConfig, pattern: tuple, repeats: int, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, pattern: tuple, repeats: int, rngs: nnx.Rngs, block: type[Block]):
         self.cfg = cfg
         self.repeats = repeats
-        self.blocks = nnx.List([Block(cfg, ffn, indexer, rngs, (repeats,)) for ffn, indexer in pattern])
+        self.blocks = nnx.List([block(cfg, ffn, indexer, rngs, (repeats,)) for ffn, indexer in pattern])
 
     def __call__(self, x, selected, ctx, keys, start, collect: frozenset):
         """Scans the layers.
@@ -122,7 +122,12 @@ class Glm5(nnx.Module):
 
     Args:
       cfg: the network. rngs: source of fresh weights (float32).
+
+    A subclass may set `block_class`, and a subclass of Block its `attention_class`, to change a layer
+    (experiments/custom_attention.py).
     """
+
+    block_class: type[Block] = Block
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         d, w, std = cfg.hidden_size, cfg.vocab_size, cfg.initializer_range
@@ -130,12 +135,12 @@ class Glm5(nnx.Module):
         self.embedding = declare(
             rngs, (), (w, d), ("vocab", "embed"), "embedding", std, hf="model.embed_tokens.weight"
         )
-        self.groups = nnx.List([Group(cfg, *group, rngs) for group in layer_groups(cfg.layer_kinds)])
+        self.groups = nnx.List([Group(cfg, *group, rngs, self.block_class) for group in layer_groups(cfg.layer_kinds)])
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", hf="model.norm.weight")
         self.head = declare(
             rngs, (), (d, w), ("embed", "vocab"), "head", std, inputs=(-2,), outputs=(-1,), hf="lm_head.weight"
         )
-        self.mtp = Mtp(cfg, rngs) if cfg.num_nextn_predict_layers else None
+        self.mtp = Mtp(cfg, rngs, self.block_class) if cfg.num_nextn_predict_layers else None
 
     def __call__(
         self,
@@ -262,9 +267,9 @@ def specs(model: nnx.Module) -> dict:
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=lambda p: isinstance(p, nnx.Variable)))
 
 
-def abstract(cfg: ModelConfig) -> Glm5:
+def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:
     """The model with shapes in place of arrays; nothing is allocated."""
-    return nnx.eval_shape(lambda: Glm5(cfg, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: network(cfg, nnx.Rngs(0)))
 
 
 def _forward_impl(graphdef, params, tokens, positions, segment_ids, cache, collect):

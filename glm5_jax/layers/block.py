@@ -39,11 +39,13 @@ class Block(nnx.Module):
       part: "trunk" or "mtp".
     """
 
+    attention_class: type[Mla] = Mla
+
     def __init__(self, cfg: ModelConfig, ffn: str, indexer: bool, rngs: nnx.Rngs, stack=(), part="trunk"):
         d = cfg.hidden_size
         self.cfg = cfg
         self.input_norm = declare(rngs, stack, (d,), ("embed",), "norm", part=part, hf="input_layernorm.weight")
-        self.attention = Mla(cfg, rngs, stack, indexer, part)
+        self.attention = self.attention_class(cfg, rngs, stack, indexer, part)
         self.ffn_norm = declare(rngs, stack, (d,), ("embed",), "norm", part=part, hf="post_attention_layernorm.weight")
         if ffn == "dense":
             self.ffn = Mlp(d, cfg.intermediate_size, cfg.initializer_range, rngs, stack, part)

@@ -43,7 +43,7 @@ def same_document(segment_ids: jax.Array, d: int) -> jax.Array:
 class Mtp(nnx.Module):
     """The MTP layer: two norms, a projection of [embedding; hidden], a full MoE layer, a norm."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, block: type[Block] = Block):
         d = cfg.hidden_size
         self.cfg = cfg
         self.embed_norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="enorm.weight")
@@ -52,7 +52,7 @@ class Mtp(nnx.Module):
             rngs, (), (2 * d, d), ("embed_pair", "embed"), "matrix", cfg.initializer_range,
             inputs=(-2,), outputs=(-1,), part="mtp", hf="eh_proj.weight",
         )  # fmt: skip
-        self.block = Block(cfg, "moe", True, rngs, (), part="mtp")
+        self.block = block(cfg, "moe", True, rngs, (), part="mtp")
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="shared_head.norm.weight")
 
     def unroll(

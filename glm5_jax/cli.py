@@ -1,0 +1,214 @@
+"""The command line: glm5 train | generate | eval | convert | bench."""
+
+import dataclasses
+import os
+import pathlib
+import sys
+import warnings
+
+from glm5_jax.errors import UserError
+
+USAGE = """usage: glm5 VERB ...
+
+  train CONFIG      train; CONFIG is a recipe (tiny, small) or path/to/file.py
+  generate DIR      continue a text, from a run or a Hugging Face directory
+  eval DIR          held-out bits per byte of a run or a Hugging Face directory
+  convert DIR OUT   write a run or checkpoint in the Hugging Face layout
+  bench NAME        measure: train-step, moe
+
+glm5 VERB --help shows every setting with its type and default."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one verb. A mistake ends in one line on stderr and exit status 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
+    verbs = {"train": train, "generate": generate, "eval": evaluate, "convert": convert, "bench": bench}
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(USAGE)
+        sys.exit(0 if arguments else 2)
+    try:
+        if arguments[0] not in verbs:
+            raise UserError(f"unknown verb {arguments[0]!r}: one of {', '.join(verbs)}")
+        sys.exit(verbs[arguments[0]](arguments[1:]))
+    except UserError as error:
+        print("glm5: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("glm5: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away: nothing to say
+
+
+def _positional(arguments: list[str], verb: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """The leading arguments called `names`, and the options behind them."""
+    if {"--help", "-h"} & set(arguments):
+        given = [a for a in arguments[: len(names)] if not a.startswith("-")]
+        return given + [""] * (len(names) - len(given)), ["--help"]
+    given = arguments[: len(names)]
+    if len(given) < len(names) or any(a.startswith("--") for a in given):
+        raise UserError(f"usage: glm5 {verb} {' '.join(names)} [--option value ...]; see glm5 {verb} --help")
+    return given, arguments[len(names) :]
+
+
+def train(arguments: list[str]) -> int:
+    """Trains; status 0 when done or after SIGTERM, 130 after Ctrl-C."""
+    from glm5_jax.cli_options import find_config, parse
+    from glm5_jax.train.stages import RECIPES, TrainConfig
+
+    (name,), rest = _positional(arguments, "train", ["CONFIG"])
+    config = find_config(name or "tiny", RECIPES, TrainConfig)
+
+    @dataclasses.dataclass(frozen=True)
+    class Options(TrainConfig):
+        run_dir: str = f"runs/{pathlib.Path(name.split(':')[0]).stem}"  # where config, metrics and checkpoints go
+        resume: bool = True  # go on from the run directory's newest checkpoint; --no-resume deletes it and starts over
+
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
+    options = parse(Options(**fields), rest, f"glm5 train {name or 'CONFIG'}", "Trains a model; see the settings below.")
+    config = TrainConfig(**{name: getattr(options, name) for name in fields})
+    return _train(config, pathlib.Path(options.run_dir), options.resume)
+
+
+def _train(config, run_dir: pathlib.Path, resume: bool) -> int:
+    import signal
+
+    from glm5_jax.train.loop import Stopped, train
+
+    try:
+        result = train(config, run_dir, resume)
+    except Stopped as stopped:
+        print(f"stopped; saved in {run_dir}. The same command goes on from here.")
+        return 0 if stopped.signal == signal.SIGTERM else 130
+    if result.already_done:
+        print(f"{run_dir}: already done, {config.steps} steps.")
+    from glm5_jax.train.report import final_words
+
+    print(final_words(config, run_dir, result))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """Settings of `glm5 generate`."""
+
+    prompt: str = "def "  # text to continue; - reads it from standard input
+    max_new_tokens: int = 128  # tokens to add at most
+    temperature: float = 0.0  # 0 = always the most likely token
+    top_p: float = 1.0  # draw from the smallest set of tokens with at least this probability
+    seed: int = 0  # of the draws
+    dtype: str = "float32"  # float32 or bfloat16
+    latent_norm_eps: float | None = None  # epsilon of the latent norms; 1e-6 matches transformers
+
+
+def generate(arguments: list[str]) -> int:
+    """Prints the prompt and its continuation as it comes."""
+    from glm5_jax.cli_options import parse
+
+    (path,), rest = _positional(arguments, "generate", ["DIR"])
+    options = parse(GenerateOptions(), rest, "glm5 generate DIR", "Continues a text.")
+    import numpy as np
+
+    from glm5_jax.serve.decode import Sampling, stream
+
+    model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None]
+    sampling = Sampling(options.temperature, options.top_p)
+    made, shown = [], ""
+    print(prompt, end="", flush=True)
+    for step in stream(model, tokens, options.max_new_tokens, sampling, seed=options.seed):
+        if step.tokens[0] in model.cfg.eos_token_id:
+            break
+        made.append(int(step.tokens[0]))
+        text = tokenizer.decode(made)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is only half there
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print()
+    return 0
+
+
+def _load_with_tokenizer(path: str, dtype: str, latent_norm_eps: float | None):
+    import glm5_jax
+    from glm5_jax.convert.tokenizer import load_tokenizer
+    from glm5_jax.train.run_dir import run_tokenizer
+
+    overrides = {} if latent_norm_eps is None else {"latent_norm_eps": latent_norm_eps}
+    model = glm5_jax.load(path, dtype, **overrides)
+    folder = pathlib.Path(path)
+    if (folder / "checkpoints").is_dir():
+        tokenizer = run_tokenizer(folder)
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    else:
+        print(f"note: {path} has no tokenizer.json; text is taken as bytes", file=sys.stderr)
+        tokenizer = load_tokenizer("bytes")
+    if tokenizer.vocab_size > model.cfg.vocab_size:
+        raise UserError(f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.cfg.vocab_size}")
+    return model, tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """Settings of `glm5 eval`."""
+
+    sources: tuple[str, ...] = ()  # folders or files to evaluate on, whole; default for a run: its own held-out part
+    rows: int = 0  # rows to evaluate at most, 0 = all
+    seq_len: int = 0  # tokens per row; 0 = that of the run, 512 for a Hugging Face directory
+    batch_rows: int = 8  # rows at once
+    dtype: str = "float32"  # float32 or bfloat16
+    latent_norm_eps: float | None = None  # epsilon of the latent norms; 1e-6 matches transformers
+    json: bool = False  # end with one line of JSON
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Prints held-out bits per byte."""
+    from glm5_jax.cli_options import parse
+
+    (path,), rest = _positional(arguments, "eval", ["DIR"])
+    options = parse(EvalOptions(), rest, "glm5 eval DIR", "Held-out bits per byte.")
+    from glm5_jax.train.report import evaluate_directory
+
+    model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
+    return evaluate_directory(pathlib.Path(path), model, tokenizer, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """Settings of `glm5 convert`."""
+
+    dtype: str = "float32"  # dtype of the tensors written: float32 or bfloat16; the router bias stays float32
+
+
+def convert(arguments: list[str]) -> int:
+    """Reads any directory that `load` reads and writes the Hugging Face layout, tokenizer included."""
+    from glm5_jax.cli_options import parse
+
+    (source, target), rest = _positional(arguments, "convert", ["DIR", "OUT"])
+    options = parse(ConvertOptions(), rest, "glm5 convert DIR OUT", "Writes a Hugging Face checkpoint directory.")
+    import shutil
+
+    import glm5_jax
+
+    model = glm5_jax.load(source, options.dtype)
+    glm5_jax.save(model, target)
+    for tokenizer in (pathlib.Path(source) / "tokenizer.json", pathlib.Path(source) / "data" / "tokenizer.json"):
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, pathlib.Path(target) / "tokenizer.json")
+    print(f"{target}: written in {options.dtype}")
+    return 0
+
+
+def bench(arguments: list[str]) -> int:
+    """Runs one benchmark."""
+    from glm5_jax.bench import moe, train_step
+
+    benches = {"train-step": train_step.main, "moe": moe.main}
+    if {"--help", "-h"} & set(arguments[:1]) or not arguments:
+        print(f"usage: glm5 bench NAME [--json]; NAME is one of {', '.join(benches)}")
+        return 0 if arguments else 2
+    if arguments[0] not in benches:
+        raise UserError(f"unknown benchmark {arguments[0]!r}: one of {', '.join(benches)}")
+    return benches[arguments[0]](arguments[1:])

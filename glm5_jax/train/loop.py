@@ -1,0 +1,268 @@
+"""The training loop: everything with a side effect. The mathematics is in `step.py`.
+
+A run can be stopped at any moment, kill -9 included, and started again by the same command: the losses that follow are
+bit-identical to those of a run that was never stopped.
+"""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import shutil
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.config import check
+from glm5_jax.errors import UserError
+from glm5_jax.model import split
+from glm5_jax.train import flops, run_dir as runs
+from glm5_jax.train.checkpoint import Checkpoints
+from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
+from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.metrics import Metrics, Progress
+from glm5_jax.train.metrics import read as metrics_of
+from glm5_jax.train.optimizer import make_optimizer
+from glm5_jax.train.schedule import by_step
+from glm5_jax.train.stages import TrainConfig
+from glm5_jax.train.step import Rates, TrainState, init_state, make_step, trainable_specs
+
+
+class Stopped(Exception):
+    """SIGTERM or Ctrl-C arrived; the state is saved. `signal` is the signal's number."""
+
+    def __init__(self, number: int):
+        self.signal = number
+
+
+@dataclasses.dataclass
+class Result:
+    """What a finished run reports: held-out bits per byte, the corpus, and the final parameters."""
+
+    bits_per_byte: float
+    corpus: Corpus
+    params: dict
+    already_done: bool
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A step that was dispatched and whose metrics have not been read yet."""
+
+    step: int
+    metrics: dict
+    tokens: np.ndarray
+    segments: np.ndarray
+    doc_ids: list
+    began: float
+
+
+def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True) -> Result:
+    """Trains until `config.steps`, or goes on where an earlier call stopped.
+
+    Raises:
+      UserError: bad settings or data, a non-finite loss under nonfinite="stop", unusable checkpoints.
+      Stopped: after a signal.
+    """
+    run_dir = pathlib.Path(run_dir)
+    _prepare(config, run_dir, resume)
+    corpus = load_corpus(config.data, run_dir / "data")
+    vocabulary = corpus.tokenizer.vocab_size
+    check(
+        vocabulary <= config.model.vocab_size,
+        f"data.tokenizer={config.data.tokenizer}: has {vocabulary} ids, model.vocab_size={config.model.vocab_size}",
+    )
+    return Run(config, run_dir, corpus).train()
+
+
+def _prepare(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> None:
+    if not resume:
+        for name in ("checkpoints", "metrics.jsonl", "config.json"):
+            path = run_dir / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for events in run_dir.glob("events.out.tfevents.*"):
+            events.unlink()
+    elif (run_dir / "config.json").exists():
+        runs.check_same(runs.read_config(run_dir), config, run_dir)
+    try:
+        runs.write_config(run_dir, config)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
+
+
+class Run:
+    """One call of `train`: compiled functions, iterators and open files."""
+
+    def __init__(self, config: TrainConfig, run_dir: pathlib.Path, corpus: Corpus):
+        self.config, self.run_dir, self.corpus = config, run_dir, corpus
+        self.plan = config.plan()
+        self.model = runs.abstract(config.model, runs.network_class(config))
+        self.graphdef = split(self.model)[0]
+        specs = trainable_specs(self.model, config.freeze)
+        optimizer = make_optimizer(config.optimizer, config.lr.schedule(config.steps), specs)
+        rates = Rates(
+            by_step(config.mtp_weight, self.plan, "mtp_weight"), by_step(config.bias_rate, self.plan, "bias_rate")
+        )
+        step = make_step(self.model, optimizer, rates, config.loss, config.freeze)
+        self.step_fn = jax.jit(step, donate_argnums=0)
+        self.init = lambda: init_state(runs.fresh_model(config), optimizer, config.freeze)
+        self.lr = config.lr.schedule(config.steps)
+        self.loss_sum = make_loss_sum(self.graphdef, config.loss.chunk)
+        self.flops = flops.flops_per_token(self.model, config.data.seq_len, config.loss.mtp_steps)
+        self.data = batches(
+            corpus, config.data, config.micro_rows, process_index=jax.process_index(), process_count=jax.process_count()
+        )
+        self.say = print
+        self.signal: int | None = None
+
+    def train(self) -> Result:
+        """Runs the remaining steps."""
+        self.checkpoints = Checkpoints(self.run_dir, self.config.checkpoint, say=lambda text: self.say(text))
+        template = jax.eval_shape(self.init)
+        restored = self.checkpoints.restore(template)
+        if restored is None:
+            start, state = 0, jax.jit(self.init)()
+        else:
+            start, state, data_state = restored
+            self.data.set_state(data_state)
+        if start > self.config.steps:
+            raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
+        self.metrics = Metrics(self.run_dir, start)
+        progress = Progress(self.config.steps, start)
+        try:
+            with progress, self._signals():
+                self.progress, self.say = progress, progress.say
+                if start and start < self.config.steps:
+                    self.say(f"resuming at step {start}")
+                score, state = self._steps(state, start)
+        finally:
+            self.say = print
+            self.checkpoints.close()
+            self.metrics.close()
+        return Result(score, self.corpus, state.params, already_done=start == self.config.steps)
+
+    def _steps(self, state: TrainState, start: int) -> tuple[float, TrainState]:
+        config, pending = self.config, None
+        self.last_time = time.perf_counter()
+        for step in range(start, config.steps):
+            self._trace(step)
+            batch, tokens, segments, doc_ids = self._next_batch(step)
+            state, metrics = self.step_fn(state, batch)
+            done = step + 1
+            if pending:
+                self._report(pending)
+            pending = _Pending(done, metrics, tokens, segments, doc_ids, time.perf_counter())
+            evaluate = done % config.eval_every == 0 and done < config.steps
+            save = done % config.checkpoint.every == 0 or done == config.steps
+            if evaluate or save or self.signal:
+                self._report(pending)
+                pending = None
+            if evaluate:
+                self._evaluate(done, state, config.eval_rows)
+            # After the record of the step: what a kill in between loses is run again.
+            if save or self.signal:
+                self.checkpoints.save(done, state, self.data.get_state(), wait=bool(self.signal))
+            if self.signal and done < config.steps:
+                raise Stopped(self.signal)
+        self._trace(config.steps)
+        return self._final_score(state, start), state
+
+    def _final_score(self, state: TrainState, start: int) -> float:
+        """Bits per byte over all held-out text; read from the record when the run was finished before."""
+        lines = metrics_of(self.run_dir) if start == self.config.steps else []
+        known = [line["bits_per_byte"] for line in lines if "bits_per_byte" in line and line["step"] == start]
+        return known[-1] if known else self._evaluate(self.config.steps, state, 0)
+
+    def _next_batch(self, step: int):
+        """Device batch [A,b,T] of a step, and what names its documents."""
+        micro = [next(self.data) for _ in range(self.plan.rows_at(step) // self.config.micro_rows)]
+        batch = {name: np.stack([m[name] for m in micro]) for name in ("tokens", "segment_ids", "positions")}
+        ids = [ids for m in micro for row in m["doc_ids"] for ids in row]
+        return jax.tree.map(jnp.asarray, batch), batch["tokens"], batch["segment_ids"], ids
+
+    def _report(self, pending: _Pending) -> None:
+        """Reads the metrics of a step, writes them, and stops the run if the loss is not finite."""
+        values = jax.device_get(pending.metrics)
+        now = time.perf_counter()
+        seconds, self.last_time = now - max(self.last_time, 0), now
+        finite = bool(values.pop("finite"))
+        load = values.pop("load", None)
+        count = pending.tokens.size * jax.process_count()
+        line = {name: (value if np.ndim(value) else float(value)) for name, value in values.items()}
+        line |= {
+            "lr": float(self.lr(pending.step - 1)),
+            "train_bits_per_byte": line["ce"] * self._targets(pending) / (math.log(2) * self._bytes(pending)),
+            "tokens": self.plan.tokens_before(pending.step),
+            "step_seconds": seconds,
+            "tokens_per_s": count / seconds,
+            "model_tflops_per_s": self.flops * count / seconds / 1e12,
+        }
+        peak = flops.peak_flops()
+        if peak:
+            line["utilisation"] = self.flops * count / seconds / peak
+        if load is not None and pending.step % self.config.eval_every == 0:
+            line["load"] = load
+        if jax.process_index() == 0:
+            self.metrics.write(pending.step, line)
+        self.progress.update(pending.step, loss=line["loss"], tokens_per_s=line["tokens_per_s"])
+        if not finite:
+            self._not_finite(pending, line)
+
+    def _targets(self, pending: _Pending) -> int:
+        same = pending.segments[..., 1:] == pending.segments[..., :-1]
+        return int((same & (pending.segments[..., 1:] > 0)).sum())
+
+    def _bytes(self, pending: _Pending) -> int:
+        same = (pending.segments[..., 1:] == pending.segments[..., :-1]) & (pending.segments[..., 1:] > 0)
+        return max(int(self.corpus.tokenizer.token_bytes[pending.tokens[..., 1:]][same].sum()), 1)
+
+    def _not_finite(self, pending: _Pending, line: dict) -> None:
+        names = ", ".join(dict.fromkeys(pending.doc_ids))
+        what = f"step {pending.step}: loss {line['loss']}, gradient norm {line['grad_norm']}; documents: {names[:500]}"
+        if self.config.nonfinite == "skip":
+            self.say(f"{what}; the update is skipped")
+            return
+        self.checkpoints.wait()
+        good = self.checkpoints.last_good
+        kept = "no checkpoint yet" if good is None else f"last good checkpoint: {self.run_dir / 'checkpoints' / str(good)}"
+        raise UserError(f"{what}; {kept}")
+
+    def _evaluate(self, step: int, state: TrainState, rows: int) -> float:
+        """Held-out bits per byte over `rows` rows, 0 = all; written and said."""
+        size = self.config.micro_rows
+        limit = -(-rows // size) if rows else None
+        score = bits_per_byte(
+            self.loss_sum, state.params, held_out_batches(self.corpus, self.config.data, size, limit)
+        )
+        if jax.process_index() == 0:
+            self.metrics.write(step, {"bits_per_byte": score})
+        self.say(f"step {step}: held-out bits per byte {score:.4f}{'' if rows == 0 else f' (first {rows} rows)'}")
+        self.last_time = time.perf_counter()
+        return score
+
+    def _trace(self, step: int) -> None:
+        first, last = self.config.profile
+        if first < last and step == first:
+            jax.profiler.start_trace(str(self.run_dir / "profile"))
+        elif first < last and step == last:
+            jax.profiler.stop_trace()
+
+    @contextlib.contextmanager
+    def _signals(self):
+        """SIGTERM and Ctrl-C end the run after the step in hand; a second Ctrl-C at once."""
+
+        def stop(number, frame):
+            if self.signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = number
+            self.say("stopping after this step; the state will be saved")
+
+        old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)

@@ -1,0 +1,100 @@
+"""What a finished run tells its user, and `glm5 eval`."""
+
+import dataclasses
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+
+from glm5_jax.config import check
+from glm5_jax.model import abstract, merge, split
+from glm5_jax.serve.decode import generate
+from glm5_jax.train import run_dir as runs
+from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpus
+from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.sources import list_files, parse_source
+from glm5_jax.train.token_cache import tokenised
+
+
+def final_words(config, run_dir: pathlib.Path, result) -> str:
+    """A sampled continuation, the score, where everything lies and what to try next."""
+    prompt, new = sample_held_out(config, result)
+    return f"""
+held-out bits per byte: {result.bits_per_byte:.4f}
+
+--- a held-out function, continued by the model behind the bar ---
+{prompt}▌{new}
+---
+config       {run_dir / "config.json"}
+metrics      {run_dir / "metrics.jsonl"}  (tensorboard --logdir {run_dir})
+checkpoints  {run_dir / "checkpoints"}
+
+next:
+  glm5 generate {run_dir} --prompt "def parse(" --temperature 0.7
+  glm5 eval {run_dir} --sources path/to/your/code
+  glm5 train tiny --run-dir runs/mine --data.sources path/to/your/code"""
+
+
+def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 96) -> tuple[str, str]:
+    """The start of a function in held-out text, and how the model goes on."""
+    tokenizer = result.corpus.tokenizer
+    prompt = ""
+    for documents in result.corpus.held_out:
+        for d in range(len(documents)):
+            text = tokenizer.decode(documents[d][:4000])
+            start = text.find("\ndef ")
+            if start >= 0 and len(text) - start > prompt_bytes:
+                prompt = text[start + 1 : start + 1 + prompt_bytes]
+                break
+        if prompt:
+            break
+    prompt = prompt or "def "
+    graphdef = split(abstract(config.model, runs.network_class(config)))[0]
+    model = merge(graphdef, result.params)
+    tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None]
+    new = generate(model, tokens, new_tokens, temperature=0.7, top_p=0.95)[0]
+    stop = np.flatnonzero(np.isin(new, config.model.eos_token_id))
+    return prompt, tokenizer.decode(new[: stop[0]] if len(stop) else new)
+
+
+def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
+    """Evaluates a model on the run's held-out part or on other sources, and prints the result."""
+    is_run = (path / "checkpoints").is_dir()
+    check(is_run or bool(options.sources), "sources: name what to evaluate on (--sources PATH ...)")
+    data = runs.read_config(path).data if is_run else DataConfig()
+    seq_len = options.seq_len or (data.seq_len if is_run else 512)
+    limit = model.cfg.max_position_embeddings
+    check(seq_len <= limit, f"seq_len={seq_len}: the position limit is {limit}")
+    if options.sources:
+        corpus = whole_corpus(options.sources, tokenizer)
+    else:
+        corpus = load_corpus(data, path / "data")
+    config = DataConfig(sources=options.sources or data.sources, seq_len=seq_len)
+    batches = held_out_batches(corpus, config, options.batch_rows, -(-options.rows // options.batch_rows) or None)
+    graphdef, params = split(model)
+    score = bits_per_byte(make_loss_sum(graphdef, 1024), params, batches)
+    print(f"{corpus.summary}\nbits per byte: {score:.4f}")
+    if options.json:
+        print(json.dumps({"bits_per_byte": score}))
+    return 0
+
+
+def whole_corpus(sources: tuple[str, ...], tokenizer) -> Corpus:
+    """A corpus of which everything is held out."""
+    config = DataConfig(sources=sources)
+    paths, weights = zip(*map(parse_source, sources))
+    with tempfile.TemporaryDirectory() as cache:
+        documents, skipped = zip(
+            *(
+                tokenised(list_files(path, config.extensions), config.text_field, tokenizer, pathlib.Path(cache), lambda _: None)
+                for path in paths
+            )
+        )
+        documents = tuple(dataclasses.replace(d, tokens=np.array(d.tokens)) for d in documents)
+    lines = [
+        f"{path}: {len(d):,} documents, {d.sizes.sum():,} bytes, {d.lengths.sum():,} tokens"
+        + "".join(f"; skipped {count:,} {reason}" for reason, count in sorted(skip.items()))
+        for path, d, skip in zip(paths, documents, skipped)
+    ]
+    return Corpus((), documents, weights, tokenizer, "\n".join(lines))

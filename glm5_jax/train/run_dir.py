@@ -1,0 +1,114 @@
+"""A run directory: `config.json` (complete, reloadable), metrics, checkpoints, and the tokenizer under `data/`."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import types
+import typing
+
+from flax import nnx
+
+from glm5_jax.config import check
+from glm5_jax.convert.tokenizer import bpe_size, load_tokenizer
+from glm5_jax.importing import import_object
+from glm5_jax.model import Glm5, abstract, merge, split
+from glm5_jax.train.checkpoint import restore_params
+from glm5_jax.train.stages import TrainConfig
+
+# What may change between two starts of one run: nothing that a finished step depended on.
+RESUMABLE = ("steps", "eval_every", "eval_rows", "checkpoint", "nonfinite", "profile")
+
+
+def write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
+    """Writes RUN/config.json in one move."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    new = run_dir / "config.json.new"
+    new.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    os.replace(new, run_dir / "config.json")
+
+
+def read_config(run_dir: str | os.PathLike) -> TrainConfig:
+    """The config of a run.
+
+    Raises:
+      UserError: there is none, or it does not hold what this version writes.
+    """
+    path = pathlib.Path(run_dir) / "config.json"
+    try:
+        return from_json(TrainConfig, json.loads(path.read_text()), "")
+    except (OSError, json.JSONDecodeError) as error:
+        check(False, f"{path}: not a readable run config ({error})")
+
+
+def from_json(kind, value, name: str):
+    """The inverse of `dataclasses.asdict` and JSON: nested dataclasses, tuples from lists."""
+    if dataclasses.is_dataclass(kind):
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        check(isinstance(value, dict), f"config.json: {name or 'top level'} is not an object")
+        unknown = sorted(set(value) - set(fields))
+        check(not unknown, f"config.json: unknown setting {', '.join(name + key for key in unknown)}")
+        types_ = typing.get_type_hints(kind)
+        return kind(**{key: from_json(types_[key], item, f"{name}{key}.") for key, item in value.items()})
+    if isinstance(value, list):
+        inner = _item_type(kind)
+        return tuple(from_json(inner, item, name) for item in value)
+    return value
+
+
+def _item_type(kind):
+    for option in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
+        if typing.get_origin(option) is tuple:
+            return typing.get_args(option)[0]
+    return None
+
+
+def check_same(old: TrainConfig, new: TrainConfig, run_dir: pathlib.Path) -> None:
+    """Raises UserError that names the settings in which a run differs from what is asked of it now."""
+    changed = [
+        f"{name} ({a} then, {b} now)"
+        for (name, a), (_, b) in zip(_flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new)))
+        if a != b and name.split(".")[0] not in RESUMABLE
+    ]
+    check(
+        not changed,
+        f"{run_dir}: holds a run with other settings: {'; '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}; "
+        "choose another --run-dir, or start over with --no-resume",
+    )
+
+
+def _flat(tree: dict, prefix: str = "") -> list[tuple]:
+    items = []
+    for key, value in tree.items():
+        items += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return items
+
+
+def network_class(config: TrainConfig) -> type[Glm5]:
+    """The class that `config.network` names."""
+    network = import_object(config.network)
+    check(isinstance(network, type) and issubclass(network, Glm5), f"network={config.network}: not a subclass of Glm5")
+    return network
+
+
+def load_run(run_dir: str | os.PathLike, **overrides) -> Glm5:
+    """The model of a run's newest good checkpoint, float32; overrides are fields of `ModelConfig`."""
+    config = read_config(run_dir)
+    from glm5_jax.convert.hf import override
+
+    model = abstract(override(config.model, **overrides), network_class(config))
+    graphdef, template = split(model)
+    _, params = restore_params(run_dir, template)
+    return merge(graphdef, params)
+
+
+def fresh_model(config: TrainConfig) -> Glm5:
+    """The model before step 0."""
+    return nnx.jit(lambda: network_class(config)(config.model, nnx.Rngs(config.seed)))()
+
+
+def run_tokenizer(run_dir: pathlib.Path):
+    """The tokenizer that a run was trained with."""
+    name = read_config(run_dir).data.tokenizer
+    path = run_dir / "data" / "tokenizer.json"
+    return load_tokenizer(str(path) if bpe_size(name) is not None else name)

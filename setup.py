@@ -1,0 +1,5 @@
+"""All settings are in pyproject.toml; this file lets `python setup.py` style tools work."""
+
+from setuptools import setup
+
+setup()
