@@ -1,0 +1,97 @@
+"""Session fixtures: golden checkpoints with their stored outputs, and small models with random norms and biases."""
+
+import contextlib
+import functools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import reference
+from glm5_jax.convert.hf import load_hf
+from glm5_jax.model import Glm5
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+
+
+@contextlib.contextmanager
+def quick_compile():
+    """Halves the time to compile: for programs that run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+class Golden:
+    """A checkpoint of tests/goldens with its cases; models and forward passes are made once."""
+
+    def __init__(self, name: str):
+        self.path = GOLDENS / name
+        self.meta = json.loads((self.path / "meta.json").read_text())
+        self.raw_config = json.loads((self.path / "config.json").read_text())
+        self.cases = safetensors.numpy.load_file(self.path / "cases.safetensors")
+        self.full_layers = [i for i, kind in enumerate(self.meta["indexer_types"]) if kind == "full"]
+        self.tolerance = self.meta["suggested_tolerance"]
+
+    @functools.lru_cache(maxsize=None)
+    def model(self, **overrides) -> Glm5:
+        """The checkpoint; latent norms at 1e-6 as in transformers unless told otherwise."""
+        return load_hf(self.path, **({"latent_norm_eps": 1e-6} | overrides))
+
+    @functools.lru_cache(maxsize=None)
+    def run(self, case: str):
+        """The forward pass of a case with everything collected."""
+        c = self.cases
+        inputs = {}
+        if case == "packed":
+            lengths = self.meta["cases"]["packed"]["doc_lengths"]
+            inputs["segment_ids"] = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
+        if f"{case}/attention_mask" in c:
+            inputs["segment_ids"] = c[f"{case}/attention_mask"]
+        if f"{case}/position_ids" in c:
+            inputs["positions"] = c[f"{case}/position_ids"]
+        collect = ("hidden", "selected", "index_scores", "router")
+        if case == "long" and "mtp/input_ids" in c:
+            assert (c["mtp/input_ids"] == c["long/input_ids"]).all()
+            collect += ("mtp",)
+        with contextlib.nullcontext() if case == "long" else quick_compile():
+            return self.model()(c[f"{case}/input_ids"], collect=collect, **inputs)
+
+    def valid(self, case: str) -> np.ndarray:
+        """bool [B,T]: rows that may be compared."""
+        valid = self.cases[f"{case}/valid_rows"] != 0
+        return valid & (self.cases[f"{case}/attention_mask"] != 0) if case == "rightpad" else valid
+
+
+@functools.lru_cache(maxsize=None)
+def _golden(name: str) -> Golden:
+    return Golden(name)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """golden(name) -> `Golden`."""
+    return _golden
+
+
+@pytest.fixture(scope="session")
+def micro():
+    """micro(**overrides) -> (model, published float64 tensors) of `reference.micro_config`, made once per setting."""
+
+    @functools.lru_cache(maxsize=None)
+    def make(**overrides):
+        model = reference.random_model(reference.micro_config(**overrides))
+        return model, reference.published(model)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    """Two rows of 20 token ids for the micro models, which select 4 keys."""
+    return np.random.default_rng(5).integers(0, 32, (2, 20))
