@@ -4,6 +4,7 @@ Layers that repeat are stacked and scanned in the smallest repeating group (GLM-
 time does not grow with depth.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.layers.block import Block, Memory, make_context
 from glm5_jax.layers.mla import Keys
@@ -272,7 +274,8 @@ def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:
     return nnx.eval_shape(lambda: network(cfg, nnx.Rngs(0)))
 
 
-def _forward_impl(graphdef, params, tokens, positions, segment_ids, cache, collect):
+@functools.partial(jit, static_argnums=(0, 6))
+def _forward(graphdef, params, tokens, positions, segment_ids, cache, collect):
     model = nnx.merge(graphdef, params)
     per_layer = frozenset(collect) - {"mtp"}
     hidden, aux, cache = model.trunk(tokens, positions, segment_ids, cache, per_layer)
@@ -282,5 +285,3 @@ def _forward_impl(graphdef, params, tokens, positions, segment_ids, cache, colle
         collected["mtp"] = [{"logits": model.logits(s.hidden), "hidden": s.hidden, "selected": s.selected} for s in steps]
     return Output(model.logits(hidden), hidden, collected, cache)
 
-
-_forward = jax.jit(_forward_impl, static_argnums=(0, 6))

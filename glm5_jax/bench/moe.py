@@ -1,4 +1,4 @@
-"""How the experts' cost depends on tokens, on the number of experts and on the routing: `python -m glm5_jax.bench.moe`.
+"""How the experts' cost depends on tokens, on the number of experts and on the routing: `glm5 bench moe`.
 
 One call of `glm5_jax.layers.experts.experts` forward and backward (gradients to x, weights, gate, up, down) in float32
 with the backend's default implementation. GFLOP/s counts the selected rows only, 3 passes x 3 products x 2 D F each, so
@@ -6,7 +6,7 @@ padding shows as a lower number. The cost should follow the selected experts, no
 for E = 8 and E = 64 alternate in one process and their ratio is the median over rounds.
 """
 
-import argparse
+import dataclasses
 import time
 from json import dumps
 
@@ -14,11 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm5_jax.cli_options import parse
 from glm5_jax.layers.experts import experts, implementation
 
 WIDTH, EXPERT_WIDTH, PER_TOKEN = 256, 128, 2  # D, F, X of the tiny preset
 FEW, MANY = 8, 64  # E
 ROUNDS = {512: 30, 4096: 12, 16_384: 8}  # tokens -> timed rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of `glm5 bench moe`."""
+
+    json: bool = False  # end with one line of JSON
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the benchmark from the command line."""
+    run(parse(Options(), arguments, "glm5 bench moe", "Times the experts of one MoE layer.").json)
+    return 0
 
 
 def run(json: bool = False) -> dict:
@@ -82,9 +96,3 @@ def _alternate(arguments: list[tuple], rounds: int) -> np.ndarray:
             jax.block_until_ready(step(*a))
             times[i, j] = time.perf_counter() - start
     return times
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    run(parser.parse_args().json)

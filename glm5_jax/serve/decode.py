@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from glm5_jax.compiling import jit
 from glm5_jax.config import check
 from glm5_jax.model import Cache, Glm5, check_tokens, empty_cache
 
@@ -107,7 +108,7 @@ def generate(
     return np.pad(new, ((0, 0), (0, max_new_tokens - new.shape[1])), constant_values=model.cfg.pad_token_id)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
+@functools.partial(jit, static_argnums=(0, 6), donate_argnums=4)
 def _extend(graphdef, params, tokens, segment, cache: Cache, key, sampling: Sampling):
     """Feeds tokens [B,t] and draws the next one: (tokens [B], logits [B,W], cache)."""
     model = nnx.merge(graphdef, params)

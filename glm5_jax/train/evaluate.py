@@ -6,6 +6,7 @@ from typing import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
+from glm5_jax.compiling import jit
 from glm5_jax.layers.mtp import shift
 from glm5_jax.model import merge
 from glm5_jax.train.loss import cross_entropy
@@ -15,7 +16,7 @@ from glm5_jax.train.step import target_weights
 def make_loss_sum(graphdef, chunk: int) -> Callable[[dict, dict], jax.Array]:
     """Compiled function (params, batch [B,T]) -> sum over targets of the loss in nats, float32."""
 
-    @jax.jit
+    @jit
     def loss_sum(params, batch):
         model = merge(graphdef, params)
         hidden, _, _ = model.trunk(batch["tokens"], batch["positions"], batch["segment_ids"])

@@ -104,7 +104,7 @@ def load_run(run_dir: str | os.PathLike, **overrides) -> Glm5:
 
 def fresh_model(config: TrainConfig) -> Glm5:
     """The model before step 0."""
-    return nnx.jit(lambda: network_class(config)(config.model, nnx.Rngs(config.seed)))()
+    return network_class(config)(config.model, nnx.Rngs(config.seed))
 
 
 def run_tokenizer(run_dir: pathlib.Path):

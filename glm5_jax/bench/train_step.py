@@ -1,0 +1,142 @@
+"""glm5 bench train-step: step time, tokens/s, compile time and peak memory of a named shape, and where the time goes.
+
+Shapes: `yardstick` (a whole AdamW step of a 4-layer model on 2 x 256 tokens) and `small` (forward + backward of the 27.3M
+preset on 2 x 512 tokens). Each is measured in a fresh process, so that peak memory (VmHWM) counts imports and compilation.
+"""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+from glm5_jax.config import ModelConfig, check, small
+
+
+def yardstick_config() -> ModelConfig:
+    """4 layers (1 dense), D 256, 4 heads, 8 experts top 2 of width 128, vocabulary 1024, dense attention."""
+    return small(
+        num_hidden_layers=4, hidden_size=256, num_attention_heads=4, q_lora_rank=128, kv_lora_rank=64,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, intermediate_size=512, n_routed_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, attention="dense",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A benchmark: model, rows, tokens per row, and whether the optimizer belongs to it."""
+
+    model: ModelConfig
+    rows: int
+    seq_len: int
+    optimizer: bool
+
+
+SHAPES = {
+    "yardstick": lambda: Shape(yardstick_config(), 2, 256, True),
+    "small": lambda: Shape(small(attention="dense"), 2, 512, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of `glm5 bench train-step`."""
+
+    shape: str = "yardstick"  # yardstick or small
+    repeats: int = 30  # timed steps; the median counts
+    json: bool = False  # end with one line of JSON
+    here: bool = False  # measure in this process instead of a fresh one (then memory counts what it held before)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table."""
+    from glm5_jax.cli_options import parse
+
+    options = parse(Options(), arguments, "glm5 bench train-step", "Times a training step.")
+    check(options.shape in SHAPES, f"shape={options.shape}: one of {', '.join(SHAPES)}")
+    check(options.repeats >= 1, f"repeats={options.repeats}: must be at least 1")
+    if options.here:
+        result = measure(SHAPES[options.shape](), options.repeats)
+    else:
+        command = [sys.executable, "-m", "glm5_jax", "bench", "train-step", "--here", "--json"]
+        command += ["--shape", options.shape, "--repeats", str(options.repeats)]
+        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    print(f"{options.shape}: {'forward + backward + AdamW' if SHAPES[options.shape]().optimizer else 'forward + backward'}")
+    for name, value in result.items():
+        print(f"  {name:<34}{value:>12,.4g}")
+    if options.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(shape: Shape, repeats: int) -> dict[str, float]:
+    """Medians over `repeats` calls, after one warm-up; times in seconds, memory in MB."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from glm5_jax.compiling import jit
+    from glm5_jax.model import Glm5, abstract, split
+    from glm5_jax.train.flops import flops_per_token
+    from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
+    from glm5_jax.train.schedule import LearningRate
+    from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, gradients, make_step, trainable_specs
+
+    cfg, loss = shape.model, LossConfig(mtp_steps=0)
+    freeze = ("indexer",)
+    began = time.perf_counter()
+    params = jit(lambda: split(Glm5(cfg, nnx.Rngs(0)))[1])()
+    model = abstract(cfg)
+    random = np.random.default_rng(0)
+    size = (1, shape.rows, shape.seq_len)
+    batch = {
+        "tokens": jnp.asarray(random.integers(0, cfg.vocab_size, size), jnp.int32),
+        "segment_ids": jnp.ones(size, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(shape.seq_len, dtype=jnp.int32), size),
+    }
+    graphdef = split(model)[0]
+    keep = trainable_specs(model, freeze)
+    trainable = {p: v for p, v in flat(params).items() if p in keep}
+    frozen = {p: v for p, v in flat(params).items() if p not in keep}
+    if shape.optimizer:
+        optimizer = make_optimizer(OptimizerConfig("adamw"), LearningRate().schedule(1000), keep)
+        rates = Rates(lambda step: jnp.float32(0.3), lambda step: jnp.float32(0.001))
+        function = jit(make_step(model, optimizer, rates, loss, freeze), donate_argnums=0)
+        carry = TrainState(jnp.int32(0), params, jit(optimizer.init)(trainable))
+    else:
+        backward = jit(lambda train, frozen, batch: gradients(graphdef, train, frozen, batch, jnp.float32(0), loss))
+        carry = (trainable, frozen)
+
+        def function(carry, batch):
+            return carry, backward(*carry, batch)
+
+    ready = time.perf_counter()
+    carry, out = function(carry, batch)
+    jax.block_until_ready(out)
+    first_step = time.perf_counter() - ready
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        carry, out = function(carry, batch)
+        jax.block_until_ready((carry, out))
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    tokens = shape.rows * shape.seq_len
+    work = flops_per_token(model, shape.seq_len, 0) * tokens
+    return {
+        "median step, s": median,
+        "fastest step, s": min(seconds),
+        "tokens/s": tokens / median,
+        "model GFLOP/s": work / median / 1e9,
+        "initialisation, s": ready - began,
+        "first step with compilation, s": first_step,
+        "peak memory of the process, MB": peak_memory_mb(),
+    }
+
+
+def peak_memory_mb() -> float:
+    """VmHWM of this process."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
