@@ -5,10 +5,12 @@ nothing matches parameters by name.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 Kind = Literal["matrix", "norm", "bias", "embedding", "head", "router", "router_bias"]
@@ -42,7 +44,13 @@ class Param(nnx.Param):
 
 
 def declare(
-    rngs: nnx.Rngs, stack: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str, ...], kind: Kind, std: float | None = None, **spec
+    rngs: nnx.Rngs,
+    stack: tuple[int, ...],
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    kind: Kind,
+    std: float | None = None,
+    **spec,
 ) -> Param:
     """A fresh parameter of shape `stack + shape`, float32.
 
@@ -57,7 +65,32 @@ def declare(
     """
     full = stack + shape
     if std is not None:
-        value = std * jax.random.normal(rngs.params(), full, jnp.float32)
+        value = std * normal(rngs.params(), full)
     else:
         value = jnp.ones(full, jnp.float32) if kind == "norm" else jnp.zeros(full, jnp.float32)
     return Param(value, spec=Spec(axes=("layers",) * len(stack) + axes, kind=kind, **spec))
+
+
+_BLOCK = 2**16
+
+
+@jax.jit
+def _normal_block(key: jax.Array, block: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(key, block), (_BLOCK,), jnp.float32)
+
+
+def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal float32 values, drawn in blocks of one size.
+
+    Outside a trace every parameter of every model uses one compiled function: compiling a generator per parameter took
+    26 s for a model of 3M parameters.
+    """
+    size = math.prod(shape)
+    blocks = math.ceil(size / _BLOCK)
+    if isinstance(key, jax.core.Tracer):
+        values = jax.lax.map(lambda block: _normal_block(key, block), jnp.arange(blocks))
+        return values.reshape(-1)[:size].reshape(shape)
+    values = np.empty(blocks * _BLOCK, np.float32)
+    for block in range(blocks):
+        values[block * _BLOCK : (block + 1) * _BLOCK] = _normal_block(key, block)
+    return jnp.asarray(values[:size].reshape(shape))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm5_jax.compiling import jit
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
@@ -68,25 +69,50 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
       Stopped: after a signal.
     """
     run_dir = pathlib.Path(run_dir)
-    _prepare(config, run_dir, resume)
-    corpus = load_corpus(config.data, run_dir / "data")
+    if resume and (run_dir / "config.json").exists():
+        runs.check_same(runs.read_config(run_dir), config, run_dir)
+    # A mistake in the settings or the data is found before anything of an earlier run is touched.
+    corpus = _load_corpus(config, run_dir, resume)
     vocabulary = corpus.tokenizer.vocab_size
     check(
         vocabulary <= config.model.vocab_size,
         f"data.tokenizer={config.data.tokenizer}: has {vocabulary} ids, model.vocab_size={config.model.vocab_size}",
     )
-    return Run(config, run_dir, corpus).train()
-
-
-def _prepare(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> None:
+    run = Run(config, run_dir, corpus)
     if not resume:
-        for name in ("checkpoints", "metrics.jsonl", "config.json"):
-            path = run_dir / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for events in run_dir.glob("events.out.tfevents.*"):
-            events.unlink()
-    elif (run_dir / "config.json").exists():
-        runs.check_same(runs.read_config(run_dir), config, run_dir)
+        _start_over(run_dir)
+    return run.train()
+
+
+def _load_corpus(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> Corpus:
+    """The corpus; on failure the directory is as it was. A run that starts over trains its tokenizer again."""
+    trained, aside = run_dir / "data" / "tokenizer.json", run_dir / "data" / "tokenizer.json.old"
+    if aside.exists() and not trained.exists():
+        aside.replace(trained)  # killed in here
+    if not resume and trained.exists():
+        trained.replace(aside)
+    try:
+        return load_corpus(config.data, run_dir / "data")
+    except BaseException:
+        if not resume and aside.exists():
+            aside.replace(trained)
+        with contextlib.suppress(OSError):  # not empty: it holds more than this attempt
+            (run_dir / "data").rmdir()
+            run_dir.rmdir()
+        raise
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _start_over(run_dir: pathlib.Path) -> None:
+    for name in ("checkpoints", "metrics.jsonl", "config.json"):
+        path = run_dir / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for events in run_dir.glob("events.out.tfevents.*"):
+        events.unlink()
+
+
+def _write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
     try:
         runs.write_config(run_dir, config)
     except OSError as error:
@@ -107,7 +133,7 @@ class Run:
             by_step(config.mtp_weight, self.plan, "mtp_weight"), by_step(config.bias_rate, self.plan, "bias_rate")
         )
         step = make_step(self.model, optimizer, rates, config.loss, config.freeze)
-        self.step_fn = jax.jit(step, donate_argnums=0)
+        self.step_fn = jit(step, donate_argnums=0)
         self.init = lambda: init_state(runs.fresh_model(config), optimizer, config.freeze)
         self.lr = config.lr.schedule(config.steps)
         self.loss_sum = make_loss_sum(self.graphdef, config.loss.chunk)
@@ -117,6 +143,7 @@ class Run:
         )
         self.say = print
         self.signal: int | None = None
+        self.tracing = False
 
     def train(self) -> Result:
         """Runs the remaining steps."""
@@ -124,12 +151,13 @@ class Run:
         template = jax.eval_shape(self.init)
         restored = self.checkpoints.restore(template)
         if restored is None:
-            start, state = 0, jax.jit(self.init)()
+            start, state = 0, self.init()
         else:
             start, state, data_state = restored
             self.data.set_state(data_state)
         if start > self.config.steps:
             raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
+        _write_config(self.run_dir, self.config)
         self.metrics = Metrics(self.run_dir, start)
         progress = Progress(self.config.steps, start)
         try:
@@ -140,6 +168,8 @@ class Run:
                 score, state = self._steps(state, start)
         finally:
             self.say = print
+            if self.tracing:
+                jax.profiler.stop_trace()
             self.checkpoints.close()
             self.metrics.close()
         return Result(score, self.corpus, state.params, already_done=start == self.config.steps)
@@ -148,7 +178,7 @@ class Run:
         config, pending = self.config, None
         self.last_time = time.perf_counter()
         for step in range(start, config.steps):
-            self._trace(step)
+            self._trace(step, state)
             batch, tokens, segments, doc_ids = self._next_batch(step)
             state, metrics = self.step_fn(state, batch)
             done = step + 1
@@ -157,17 +187,18 @@ class Run:
             pending = _Pending(done, metrics, tokens, segments, doc_ids, time.perf_counter())
             evaluate = done % config.eval_every == 0 and done < config.steps
             save = done % config.checkpoint.every == 0 or done == config.steps
-            if evaluate or save or self.signal:
+            stop = self.signal  # read once: it may arrive between two lines
+            if evaluate or save or stop:
                 self._report(pending)
                 pending = None
             if evaluate:
                 self._evaluate(done, state, config.eval_rows)
             # After the record of the step: what a kill in between loses is run again.
-            if save or self.signal:
-                self.checkpoints.save(done, state, self.data.get_state(), wait=bool(self.signal))
-            if self.signal and done < config.steps:
-                raise Stopped(self.signal)
-        self._trace(config.steps)
+            if save or stop:
+                self.checkpoints.save(done, state, self.data.get_state(), wait=bool(stop))
+            if stop and done < config.steps:
+                raise Stopped(stop)
+        self._trace(config.steps, state)
         return self._final_score(state, start), state
 
     def _final_score(self, state: TrainState, start: int) -> float:
@@ -231,7 +262,10 @@ class Run:
         raise UserError(f"{what}; {kept}")
 
     def _evaluate(self, step: int, state: TrainState, rows: int) -> float:
-        """Held-out bits per byte over `rows` rows, 0 = all; written and said."""
+        """Held-out bits per byte over `rows` rows, 0 = all; written and said. NaN where nothing is held out."""
+        if not any(len(documents) for documents in self.corpus.held_out):
+            self.say(f"step {step}: no document is held out, there is nothing to evaluate on")
+            return math.nan
         size = self.config.micro_rows
         limit = -(-rows // size) if rows else None
         score = bits_per_byte(
@@ -243,12 +277,16 @@ class Run:
         self.last_time = time.perf_counter()
         return score
 
-    def _trace(self, step: int) -> None:
+    def _trace(self, step: int, state: TrainState) -> None:
+        """Starts or stops the profiler before `step`; a run resumed inside the range traces the rest of it."""
         first, last = self.config.profile
-        if first < last and step == first:
+        if not self.tracing and first <= step < min(last, self.config.steps):
             jax.profiler.start_trace(str(self.run_dir / "profile"))
-        elif first < last and step == last:
+            self.tracing = True
+        elif self.tracing and step >= last:
+            jax.block_until_ready(state)  # the traced steps have only been dispatched
             jax.profiler.stop_trace()
+            self.tracing = False
 
     @contextlib.contextmanager
     def _signals(self):
