@@ -30,37 +30,59 @@ def visible(rows: Rows, key_segment: jax.Array) -> jax.Array:
     return causal & same
 
 
-def masked_softmax(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax over the last axis where mask holds, and the largest score seen.
+def softmax_weights(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax over the last axis where mask holds, its division left to be done after the product with the values.
 
     Args:
-      scores: float32 [...,S]. mask: bool, broadcastable. A row without any visible key gives all zeros.
+      scores: float32 [...,S]. mask: bool, broadcastable.
     Returns:
-      (probabilities float32, largest visible score, a scalar without gradient).
+      (weights float32 [...,S], their sums [...,1], largest visible score, a scalar without gradient). A row without any
+      visible key has weights 0 and sum 1.
     """
     scores = jnp.where(mask, scores, MASKED)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), MASKED / 2))
+    weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1.0, total), jnp.max(top)
+    return weights, jnp.where(total == 0, 1.0, total), jnp.max(top)
 
 
 def dense(q, k, v, rows: Rows, key_segment, scale: float, block: int):
-    """Attention to all visible keys, expanded heads.
+    """Attention to all visible keys, expanded heads; queries and keys are those of the same tokens.
 
     Args:
-      q: [B,T,N,C+P]. k: [B,S,N,C+P]. v: [B,S,N,V]. key_segment: int32 [B,S].
+      q: [B,T,N,C+P]. k: [B,T,N,C+P]. v: [B,T,N,V]. key_segment: int32 [B,T].
       scale: factor on q.k. block: queries handled at once.
     Returns:
       ([B,T,N,V] in v.dtype, largest attention logit).
     """
+    t = q.shape[1]
+    if t > _UNROLLED * block:
+        attend = _attend_heads(k, v, key_segment, scale)
+        return in_query_blocks(attend, block, q, rows)
+    # Few blocks are written out, each with the keys up to its end: half of the scores are never computed.
+    block = min(block, max(-(-t // 2), _SMALLEST))
+    out, top = [], []
+    for start in range(0, t, block):
+        end = min(start + block, t)
+        attend = jax.checkpoint(_attend_heads(k[:, :end], v[:, :end], key_segment[:, :end], scale), prevent_cse=False)
+        o, largest = attend(q[:, start:end], Rows(*(r[:, start:end] for r in rows)))
+        out.append(o)
+        top.append(largest)
+    return jnp.concatenate(out, axis=1), jnp.max(jnp.stack(top))
 
+
+_UNROLLED = 4  # at most so many blocks of queries are written out
+_SMALLEST = 128  # rows below which a block is not cut
+
+
+def _attend_heads(k, v, key_segment, scale: float):
     def attend(q, rows):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=at_least_float32(q.dtype)) * scale
-        p, top = masked_softmax(scores, visible(rows, key_segment)[:, None])
-        return jnp.einsum("bnts,bsnv->btnv", p.astype(v.dtype), v), top
+        weights, total, top = softmax_weights(scores, visible(rows, key_segment)[:, None])
+        o = jnp.einsum("bnts,bsnv->bntv", weights.astype(v.dtype), v) / total.astype(v.dtype)
+        return jnp.swapaxes(o, 1, 2), top
 
-    return in_query_blocks(attend, block, q, rows)
+    return attend
 
 
 def dense_latent(q, latent, rows: Rows, key_segment, rank: int, scale: float, block: int):
@@ -76,8 +98,9 @@ def dense_latent(q, latent, rows: Rows, key_segment, rank: int, scale: float, bl
 
     def attend(q, rows):
         scores = jnp.einsum("btnr,bsr->bnts", q, latent, preferred_element_type=at_least_float32(q.dtype)) * scale
-        p, top = masked_softmax(scores, visible(rows, key_segment)[:, None])
-        return jnp.einsum("bnts,bsr->btnr", p.astype(q.dtype), latent[..., :rank]), top
+        weights, total, top = softmax_weights(scores, visible(rows, key_segment)[:, None])
+        o = jnp.einsum("bnts,bsr->bntr", weights.astype(q.dtype), latent[..., :rank]) / total.astype(q.dtype)
+        return jnp.swapaxes(o, 1, 2), top
 
     return in_query_blocks(attend, block, q, rows)
 
@@ -98,8 +121,8 @@ def selected_latent(q, latent, selected, rank: int, scale: float, block: int):
         # An unselected slot reads row 0, whose content must not matter even if it is not finite.
         keys = jnp.where(keep[..., None], keys, 0)
         scores = jnp.einsum("btnr,btkr->btnk", q, keys, preferred_element_type=at_least_float32(q.dtype)) * scale
-        p, top = masked_softmax(scores, keep[:, :, None])
-        return jnp.einsum("btnk,btkr->btnr", p.astype(q.dtype), keys[..., :rank]), top
+        weights, total, top = softmax_weights(scores, keep[:, :, None])
+        return jnp.einsum("btnk,btkr->btnr", weights.astype(q.dtype), keys[..., :rank]) / total.astype(q.dtype), top
 
     return in_query_blocks(attend, block, q, selected)
 
@@ -113,6 +136,7 @@ def in_query_blocks(fn, block: int, *args):
     Returns:
       (results with leading [B,T], largest scalar).
     """
+    fn = jax.checkpoint(fn, prevent_cse=False)
     t = jax.tree.leaves(args)[0].shape[1]
     if t <= block:
         return fn(*args)
@@ -126,5 +150,5 @@ def in_query_blocks(fn, block: int, *args):
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], n * block, *x.shape[3:])[:, :t]
 
-    out, top = jax.lax.map(jax.checkpoint(lambda a: fn(*a)), jax.tree.map(split, args))
+    out, top = jax.lax.map(lambda a: fn(*a), jax.tree.map(split, args))
     return jax.tree.map(join, out), jnp.max(top)
