@@ -87,9 +87,9 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def buffer_sizes(hlo: str) -> list[int]:
+def buffer_sizes(hlo: str, kinds: str = "f64|f32|bf16|f16|s32|u32|pred|s8|u8") -> list[int]:
     """Elements of every array that a compiled program's text mentions."""
-    shapes = re.findall(r"\b(?:f64|f32|bf16|f16|s32|u32|pred|s8|u8)\[([0-9,]*)\]", hlo)
+    shapes = re.findall(rf"\b(?:{kinds})\[([0-9,]*)\]", hlo)
     return [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
 
 
