@@ -44,11 +44,12 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature
     if sampling.top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        p = jax.nn.softmax(ordered, axis=-1)
+        order = jnp.argsort(logits, axis=-1, descending=True)  # stable: of equal tokens the lowest id comes first
+        logits = jnp.take_along_axis(logits, order, axis=-1)
+        p = jax.nn.softmax(logits, axis=-1)
         inside = jnp.cumsum(p, axis=-1) - p < sampling.top_p  # the token that crosses the border still belongs
-        lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+        drawn = jax.random.categorical(key, jnp.where(inside, logits, -jnp.inf))
+        return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
