@@ -116,17 +116,16 @@ def generate(arguments: list[str]) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None]
     sampling = Sampling(options.temperature, options.top_p)
-    made, shown = [], ""
-    print(prompt, end="", flush=True)
+    made, shown = [], ""  # nothing is shown before the first token: bad input ends in its one line only
     for step in stream(model, tokens, options.max_new_tokens, sampling, seed=options.seed):
         if step.tokens[0] in model.cfg.eos_token_id:
             break
         made.append(int(step.tokens[0]))
-        text = tokenizer.decode(made)
+        text = prompt + tokenizer.decode(made)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is only half there
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    print()
+    print((prompt + tokenizer.decode(made))[len(shown) :])
     return 0
 
 

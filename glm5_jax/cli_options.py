@@ -58,7 +58,8 @@ def _one_line(text: str) -> str:
     """The sentences in tyro's box."""
     words = re.sub(r"[╭╮╰╯│─]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
     words = re.sub(r"\s+", " ", words).strip()
-    return re.sub(r"^Parsing error ", "", words).split(" For full helptext")[0]
+    words = re.sub(r"^(Parsing error|Value error) (Error parsing )?", "", words)
+    return re.split(r" For full helptext| Argument helptext", words)[0]
 
 
 def find_config(name: str, recipes: dict, kind: type):

@@ -197,7 +197,7 @@ def tiny(**overrides) -> ModelConfig:
         **dict(
             vocab_size=2048, hidden_size=256, num_hidden_layers=4, first_k_dense_replace=1, num_attention_heads=4,
             q_lora_rank=128, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
-            intermediate_size=512, moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2,
+            intermediate_size=512, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2,
             index_n_heads=4, index_head_dim=32, index_topk=256, max_position_embeddings=4096,
             rope_theta=10_000.0, eos_token_id=(0,), pad_token_id=0,
         )

@@ -154,6 +154,7 @@ def save_hf(model: Glm5, path: str | os.PathLike, shard_bytes: int = _SHARD_BYTE
       UserError: the directory is not empty, or cannot be written.
     """
     path = pathlib.Path(path)
+    check(type(model) is Glm5, f"{type(model).__name__}: a changed network has no published layout to be written in")
     check(not path.exists() or (path.is_dir() and not any(path.iterdir())), f"{path}: exists and is not empty")
     work = path.with_name(path.name + ".partial")
     try:

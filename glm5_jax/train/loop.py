@@ -81,6 +81,7 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
     run = Run(config, run_dir, corpus)
     if not resume:
         _start_over(run_dir)
+    print(run.header())
     return run.train()
 
 
@@ -144,6 +145,16 @@ class Run:
         self.say = print
         self.signal: int | None = None
         self.tracing = False
+
+    def header(self) -> str:
+        """What is about to happen, for people."""
+        c, devices = self.config, jax.devices()
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split(self.model)[1]))
+        return (
+            f"{self.corpus.summary}\n"
+            f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {self.plan.rows_at(0)} x {c.data.seq_len} tokens, "
+            f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}"
+        )
 
     def train(self) -> Result:
         """Runs the remaining steps."""

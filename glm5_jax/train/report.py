@@ -8,11 +8,13 @@ import tempfile
 import numpy as np
 
 from glm5_jax.config import check
+from glm5_jax.errors import UserError
 from glm5_jax.model import abstract, merge, split
 from glm5_jax.serve.decode import generate
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpus
 from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.metrics import plot
 from glm5_jax.train.sources import list_files, parse_source
 from glm5_jax.train.token_cache import tokenised
 
@@ -20,6 +22,11 @@ from glm5_jax.train.token_cache import tokenised
 def final_words(config, run_dir: pathlib.Path, result) -> str:
     """A sampled continuation, the score, where everything lies and what to try next."""
     prompt, new = sample_held_out(config, result)
+    curve = run_dir / "loss.png"
+    try:
+        plot(run_dir, curve)
+    except UserError as error:
+        curve = error
     return f"""
 held-out bits per byte: {result.bits_per_byte:.4f}
 
@@ -29,6 +36,7 @@ held-out bits per byte: {result.bits_per_byte:.4f}
 config       {run_dir / "config.json"}
 metrics      {run_dir / "metrics.jsonl"}  (tensorboard --logdir {run_dir})
 checkpoints  {run_dir / "checkpoints"}
+loss curve   {curve}
 
 next:
   glm5 generate {run_dir} --prompt "def parse(" --temperature 0.7
