@@ -1,4 +1,4 @@
-"""The command line: glm5 train | generate | eval | convert | bench."""
+"""The command line: glm5 train | generate | eval | convert | bench | show."""
 
 import dataclasses
 import os
@@ -15,6 +15,7 @@ USAGE = """usage: glm5 VERB ...
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
   convert DIR OUT   write a run or checkpoint in the Hugging Face layout
   bench NAME        measure: train-step, moe
+  show PRESET       parameters and published tensors of glm5, glm5_2, glm47_flash, small or tiny
 
 glm5 VERB --help shows every setting with its type and default."""
 
@@ -23,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs one verb. A mistake ends in one line on stderr and exit status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
-    verbs = {"train": train, "generate": generate, "eval": evaluate, "convert": convert, "bench": bench}
+    verbs = {"train": train, "generate": generate, "eval": evaluate, "convert": convert, "bench": bench, "show": show}
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
@@ -197,6 +198,33 @@ def convert(arguments: list[str]) -> int:
         if tokenizer.is_file():
             shutil.copyfile(tokenizer, pathlib.Path(target) / "tokenizer.json")
     print(f"{target}: written in {options.dtype}")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowOptions:
+    """Settings of `glm5 show`."""
+
+    tensors: bool = False  # list every published tensor with its shape
+
+
+def show(arguments: list[str]) -> int:
+    """Prints the size of a preset, from abstract shapes: nothing is allocated."""
+    from glm5_jax.cli_options import parse
+    from glm5_jax.config import PRESETS
+
+    (name,), rest = _positional(arguments, "show", ["PRESET"])
+    options = parse(ShowOptions(), rest, "glm5 show PRESET", "Parameters and published tensors of a preset.")
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
+    from glm5_jax.convert.hf import count_parameters, tensor_list
+
+    tensors = tensor_list(PRESETS[name]())
+    without, total = count_parameters(PRESETS[name]())
+    if options.tensors:
+        for tensor, shape in tensors.items():
+            print(f"{tensor} {list(shape)}")
+    print(f"{name}: {without:,} parameters, {total:,} with the MTP layer, in {len(tensors):,} published tensors")
     return 0
 
 

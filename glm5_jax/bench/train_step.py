@@ -133,7 +133,79 @@ def measure(shape: Shape, repeats: int) -> dict[str, float]:
         "initialisation, s": ready - began,
         "first step with compilation, s": first_step,
         "peak memory of the process, MB": peak_memory_mb(),
+    } | breakdown(cfg, shape.rows, shape.seq_len, repeats)
+
+
+def breakdown(cfg: ModelConfig, rows: int, seq_len: int, repeats: int) -> dict[str, float]:
+    """Seconds of forward + backward of each part of all layers, run alone, and of the matrix products of the whole.
+
+    The products are timed as one square product of 1024 and scaled by FLOPs: what a perfect program would take.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from glm5_jax.layers.experts import experts
+    from glm5_jax.layers.mlp import swiglu
+    from glm5_jax.model import abstract
+    from glm5_jax.sparse import attention
+    from glm5_jax.train.flops import flops_per_token
+    from glm5_jax.train.loss import cross_entropy
+
+    key = jax.random.key(0)
+    draw = lambda *shape: 0.1 * jax.random.normal(key, shape)  # noqa: E731
+    m, d, f = rows * seq_len, cfg.hidden_size, cfg.moe_intermediate_size
+    e, n, qk = cfg.n_routed_experts, cfg.num_attention_heads, cfg.qk_head_dim
+    slot = jnp.broadcast_to(jnp.arange(seq_len, dtype=jnp.int32), (rows, seq_len))
+    ones = jnp.ones_like(slot)
+    ids = jnp.argsort(jax.random.uniform(key, (m, e)), axis=1)[:, : cfg.num_experts_per_tok].astype(jnp.int32)
+    moe_layers = sum(ffn == "moe" for ffn, _ in cfg.layer_kinds)
+    heads = (rows, seq_len, n, qk)
+
+    def attend(q, k, v):
+        return attention.dense(q, k, v, attention.Rows(slot, ones), ones, qk**-0.5, cfg.query_chunk)[0]
+
+    parts = {
+        "attention core": (attend, (draw(*heads), draw(*heads), draw(*heads[:3], cfg.v_head_dim)), cfg.num_hidden_layers),
+        "routed experts": (
+            lambda x, w, gate, up, down: experts(x, ids, w, gate, up, down),
+            (draw(m, d), draw(m, cfg.num_experts_per_tok), draw(e, d, f), draw(e, d, f), draw(e, f, d)),
+            moe_layers,
+        ),
+        "shared experts": (swiglu, (draw(m, d), draw(d, f), draw(d, f), draw(f, d)), moe_layers),
+        "head and loss": (
+            lambda hidden, head: cross_entropy(hidden, head, slot, jnp.ones(slot.shape), 1024),
+            (draw(rows, seq_len, d), draw(d, cfg.vocab_size)),
+            1,
+        ),
     }
+    seconds = {f"  {name}, s": _time_gradient(*part, repeats) for name, part in parts.items()}
+    square = draw(1024, 1024)
+    rate = 2 * 1024**3 / _time(jax.jit(lambda a, b: a @ b), (square, square), repeats)
+    work = flops_per_token(abstract(cfg), seq_len, 0) * m
+    return seconds | {"  matrix products alone, s": work / rate}
+
+
+def _time_gradient(function, arguments: tuple, times: int, repeats: int) -> float:
+    import jax.numpy as jnp
+    from jax import grad
+
+    from glm5_jax.compiling import jit
+
+    return times * _time(
+        jit(grad(lambda *a: jnp.sum(jnp.square(function(*a))), tuple(range(len(arguments))))), arguments, repeats
+    )
+
+
+def _time(function, arguments: tuple, repeats: int) -> float:
+    import jax
+
+    jax.block_until_ready(function(*arguments))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def peak_memory_mb() -> float:

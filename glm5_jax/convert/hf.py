@@ -86,6 +86,13 @@ def tensor_list(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tensor_shape(pieces) for name, pieces in tensor_table(cfg).items()}
 
 
+def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
+    """Parameters without and with the MTP layer, router biases included."""
+    mtp = _layer_prefixes(cfg)["mtp"]
+    sizes = {name: math.prod(shape) for name, shape in tensor_list(cfg).items()}
+    return sum(size for name, size in sizes.items() if not name.startswith(mtp)), sum(sizes.values())
+
+
 def from_published(tensor: np.ndarray, pieces: list[Piece]) -> list[np.ndarray]:
     """Cuts a published tensor into the slices of our parameters."""
     n_in = len(pieces[0].spec.inputs)
