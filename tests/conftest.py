@@ -27,6 +27,12 @@ def quick_compile():
         jax.config.update("jax_disable_most_optimizations", False)
 
 
+def forward(model: Glm5, *args, **kwargs):
+    """model(...) with everything a layer decides collected, so that equal shapes share one compiled program."""
+    with quick_compile():
+        return model(*args, collect=("hidden", "index_scores", "selected"), **kwargs)
+
+
 class Golden:
     """A checkpoint of tests/goldens with its cases; models and forward passes are made once."""
 

@@ -112,7 +112,7 @@ def test_no_first_token_is_forced_into_the_selection(golden, name):
     assert (rows[:, :, 0] > 0).any()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["glm5_tiny", "glm5_eps_tiny"])
 def test_dense_attention_is_another_function_once_rows_exceed_k(golden, name):
     g = golden(name)
     with quick_compile():
@@ -133,7 +133,8 @@ def test_packed_documents_equal_each_document_alone(golden, name):
     for i, n in enumerate(lengths):
         rows[i, :n] = g.cases["packed/input_ids"][0, starts[i] : starts[i] + n]
         real[i, :n] = 1
-    alone = np.asarray(g.model()(rows, segment_ids=real, collect=("hidden", "selected", "index_scores", "router")).logits)
+    collect = ("hidden", "selected", "index_scores", "router")
+    alone = np.asarray(g.model()(rows, segment_ids=real, collect=collect).logits)
     packed = np.asarray(g.run("packed").logits)[0]
     for i, n in enumerate(lengths):
         np.testing.assert_allclose(packed[starts[i] : starts[i] + n], alone[i, :n], rtol=0, atol=5e-5)
@@ -207,7 +208,8 @@ def test_mtp_second_step(golden, name, variant):
         steps = model.mtp_steps(hidden, tokens, steps=2, collect={"selected"})
         return [(model.logits(step.hidden), step.selected) for step in steps]
 
-    (_, first), (second, selected) = run(params, g.cases["long/hidden.final_norm"], g.cases["mtp/input_ids"])
+    with quick_compile():
+        (_, first), (second, selected) = run(params, g.cases["long/hidden.final_norm"], g.cases["mtp/input_ids"])
     second, selected = np.asarray(second)[:, :-2], np.asarray(selected)[:, :-2]
     np.testing.assert_allclose(second, g.cases[f"mtp/step2.{variant}"], rtol=0, atol=5e-4)
     expected = g.cases["mtp/step2.topk"] if variant == "logits" else np.asarray(first)[:, :-2]
@@ -236,12 +238,12 @@ def train(golden):
         graphdef, params = split(g.model())
         tokens, labels = g.cases["train/input_ids"], g.cases["train/labels"]
 
-        @jax.jit
         def loss(params):
             model = merge(graphdef, params)
             return cross_entropy(model.logits(model.trunk(tokens)[0]), labels)
 
-        value, grads = jax.value_and_grad(loss)(params)
+        with quick_compile():
+            value, grads = jax.jit(jax.value_and_grad(loss))(params)
 
         def at(path):
             node = grads
@@ -250,7 +252,7 @@ def train(golden):
             return np.asarray(node)
 
         table = tensor_table(g.model().cfg)
-        return value, {name: to_published([at(p.path)[p.index] for p in pieces], pieces) for name, pieces in table.items()}
+        return value, {name: to_published([at(p.path)[p.index] for p in table[name]], table[name]) for name in table}
 
     return run
 

@@ -1,4 +1,4 @@
-"""The lightning indexer against loops in float64: ReLU, head layout, RoPE layout, norms, masks, precision, no gradient."""
+"""The lightning indexer against float64 loops: ReLU, head layout, RoPE layout, norms, masks, precision, no gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import reference
-from conftest import quick_compile
+from conftest import forward, quick_compile
 from glm5_jax.convert.hf import load_hf
 from glm5_jax.layers.mla import Context
 from glm5_jax.layers.rope import rotary_tables
@@ -33,7 +33,8 @@ def test_scores_equal_loops_over_heads():
     w, mask = rng.standard_normal((2, 5, 3)), rng.random((2, 5, 7)) < 0.7
     got = index_scores(*(a.astype(np.float32) for a in (q, k, w)), mask)
     for b, t, s in np.ndindex(2, 5, 7):
-        expected = sum(w[b, t, h] * max(0.0, q[b, t, h] @ k[b, s] / np.sqrt(8)) for h in range(3)) if mask[b, t, s] else MASKED
+        expected = sum(w[b, t, h] * max(0.0, q[b, t, h] @ k[b, s] / np.sqrt(8)) for h in range(3))
+        expected = expected if mask[b, t, s] else MASKED
         np.testing.assert_allclose(got[b, t, s], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -47,10 +48,9 @@ def test_scores_of_bfloat16_inputs_are_float32():
     np.testing.assert_allclose(got, np.einsum("btis,bti->bts", np.maximum(dots, 0), w), rtol=1e-5, atol=1e-5)
 
 
-def outputs(micro, tokens, collect=("selected", "index_scores"), **overrides):
+def outputs(micro, tokens, **overrides):
     model, w = micro(**overrides)
-    with quick_compile():
-        return model, w, model(tokens, collect=collect).collected
+    return model, w, forward(model, tokens).collected
 
 
 def check_against_reference(micro, tokens, **overrides):
@@ -113,9 +113,7 @@ def test_the_indexer_reads_the_normalised_query_latent(micro, tokens):
     changed = stacked | {"q_norm": stacked["q_norm"] * jnp.linspace(0.2, 3.0, stacked["q_norm"].shape[-1])}
     other = jax.tree.map(lambda x: x, params)
     other["groups"][0]["blocks"][0]["attention"] = changed
-    with quick_compile():
-        before = model(tokens, collect=("index_scores", "selected")).collected["index_scores"][0]
-        after = merge(graphdef, other)(tokens, collect=("index_scores", "selected")).collected["index_scores"][0]
+    before, after = (forward(m, tokens).collected["index_scores"][0] for m in (model, merge(graphdef, other)))
     real = np.asarray(before) > MASKED
     assert np.abs(np.asarray(before) - np.asarray(after))[real].max() > 0.1
 
@@ -124,8 +122,7 @@ def test_head_weights_of_zero_select_the_first_keys(micro, tokens):
     model, _ = micro()
     graphdef, params = split(model)
     zero = jax.tree_util.tree_map_with_path(lambda at, x: 0 * x if at[-1].key == "head_weights" else x, params)
-    with quick_compile():
-        first, second = (merge(graphdef, zero)(tokens, collect=("selected",)).collected["selected"] for _ in range(2))
+    first, second = (forward(merge(graphdef, zero), tokens).collected["selected"] for _ in range(2))
     for layer, again in zip(first, second):
         np.testing.assert_array_equal(layer[:, 3:], np.broadcast_to(np.arange(4), (2, 17, 4)))
         np.testing.assert_array_equal(layer[:, 1], [[0, 1, -1, -1]] * 2)
@@ -136,8 +133,7 @@ def test_documents_and_padding_are_masked_in_the_indexer(micro, tokens):
     model, w = micro()
     segments = np.array([[0] * 2 + [1] * 7 + [2] * 3 + [3] * 8, [5] * 9 + [6] * 6 + [0] * 5])
     positions = np.array([[0] * 2 + [*range(7)] + [*range(3)] + [*range(8)], [*range(9)] + [*range(6)] + [0] * 5])
-    with quick_compile():
-        collected = model(tokens, positions, segments, collect=("selected", "index_scores")).collected
+    collected = forward(model, tokens, positions, segments).collected
     for b in range(2):
         expected = reference.forward(w, model.cfg, tokens[b], positions[b], segments[b])["layers"]
         real = segments[b] != 0
@@ -163,8 +159,8 @@ def test_the_language_model_loss_never_reaches_the_indexer(micro, tokens):
     def loss(params):
         m = merge(graphdef, params)
         hidden, _, _ = m.trunk(tokens)
-        steps = m.mtp_steps(hidden, jnp.asarray(tokens), steps=2)
-        return sum(jnp.sum(jax.nn.log_softmax(m.logits(h))[..., 0]) for h in (hidden, steps[0].hidden, steps[1].hidden))
+        (step,) = m.mtp_steps(hidden, jnp.asarray(tokens), steps=1)
+        return sum(jnp.sum(jax.nn.log_softmax(m.logits(h))[..., 0]) for h in (hidden, step.hidden))
 
     with quick_compile():
         grads = jax.jit(jax.grad(loss))(params)
@@ -175,7 +171,7 @@ def test_the_language_model_loss_never_reaches_the_indexer(micro, tokens):
 
 
 def test_head_weights_are_a_float32_product_in_a_bfloat16_model(golden):
-    """The same bfloat16 tensors, scored in float32 from the model's own bfloat16 activations: nearly every set agrees."""
+    """The same bfloat16 tensors scored exactly from the model's own bfloat16 activations: nearly every set agrees."""
     g = golden("glm5_tiny")
     model = load_hf(g.path, dtype="bfloat16")
     attention, _, _ = layer_inputs(model)

@@ -1,5 +1,6 @@
 """RoPE against complex multiplication in float64, in both pair layouts, near and far."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,7 +60,7 @@ def test_tables_are_float32_with_exact_positions_near_two_to_the_twentieth():
     positions = 2**20 + np.arange(-3, 4)
     cos, sin = rotary_tables(positions[None].astype(np.int32), WIDTH, THETA)
     assert cos.dtype == sin.dtype == np.float32
-    # One float32 ulp of an angle near 2^20 is 0.0625: bound by the rounding of the product, far below a bfloat16 position.
+    # The angle is the float32 product of an exact position and a float32 frequency; its cosine is then exact.
     angle = np.float32(positions)[:, None] * inverse_frequencies(WIDTH, THETA)
     assert angle.dtype == np.float32
     np.testing.assert_allclose(cos[0], np.cos(angle.astype(np.float64)), rtol=0, atol=1e-5)
@@ -73,8 +74,8 @@ def test_scores_depend_on_distance_only(interleave):
     q, k = rng.standard_normal((2, 1, 1, WIDTH)).astype(np.float32)
 
     def score(at_q, at_k):
-        turned = [rotate(x, *rotary_tables(np.array([[p]]), WIDTH, THETA), interleave) for x, p in ((q, at_q), (k, at_k))]
-        return float(np.sum(np.asarray(turned[0]) * np.asarray(turned[1])))
+        a, b = (rotary_tables(np.array([[p]]), WIDTH, THETA) for p in (at_q, at_k))
+        return float(jnp.sum(rotate(q, *a, interleave) * rotate(k, *b, interleave)))
 
     assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
     assert abs(score(7, 3) - score(8, 3)) > 1e-2
