@@ -1,4 +1,4 @@
-"""What the tests of training share: small networks with every kind of part, packed batches, and a corpus of text files."""
+"""What the tests of training share: small networks with every kind of part, packed batches, a corpus of text files."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.layers.param import Spec
@@ -26,6 +27,25 @@ def quick_compile():
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
+
+
+@contextlib.contextmanager
+def compile_cache(folder: pathlib.Path):
+    """Keeps compiled programs in a folder, so that starting a run again costs no compilation."""
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    old = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def step_config(**overrides) -> ModelConfig:
@@ -121,11 +141,12 @@ def config():
             q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, intermediate_size=32,
             moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, index_n_heads=2, index_head_dim=8,
             index_topk=16, max_position_embeddings=64, rope_theta=1e4, eos_token_id=(0,), pad_token_id=0,
+            num_nextn_predict_layers=0,
             attention="dense",
         ),
         data=DataConfig(sources=({corpus!r},), tokenizer="bytes", seq_len=32, held_out=0.2),
         lr=LearningRate("cosine", peak=0.01, final=0.001, warmup_steps=3),
-        loss=LossConfig(mtp_steps=1),
+        loss=LossConfig(mtp_steps=0),
         checkpoint=CheckpointConfig(every=4),
         steps=12,
         micro_rows=2,

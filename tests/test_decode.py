@@ -1,13 +1,13 @@
-"""Generation: golden continuations token by token, the cache against full passes, and the exact distribution of sampling."""
+"""Generation: golden continuations, the cache against full passes, the exact distribution of sampling."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers_train import lively_model, quick_compile, step_config
 
 from glm5_jax.errors import UserError
 from glm5_jax.serve.decode import Sampling, generate, sample, stream
-from helpers_train import lively_model, quick_compile, step_config
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,4 @@
-"""Muon Split against Newton-Schulz in numpy float64, head by head; AdamW, weight decay and clipping against closed forms."""
+"""Muon Split against Newton-Schulz in numpy float64, head by head; AdamW, decay and clipping by closed forms."""
 
 import dataclasses
 import functools
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers_train import flat_specs, lively_model, quick_compile, step_config
 
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
 from glm5_jax.train.step import flat, init_state, trainable_specs
-from helpers_train import flat_specs, lively_model, quick_compile, step_config
 
 CFG = step_config()
 
@@ -100,7 +100,7 @@ def constant(_):
     return LR
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled(cfg: OptimizerConfig, lr, paths: tuple):
     """(initial optimizer state, compiled update) for some of the parameters."""
     optimizer = make_optimizer(cfg, lr, {p: SPECS[p] for p in paths})
@@ -246,7 +246,8 @@ def test_frozen_parts_and_the_router_bias_have_no_optimizer_state():
 
     def state_size(freeze):
         optimizer = make_optimizer(OptimizerConfig(), lambda _: LR, trainable_specs(model, freeze))
-        return sum(leaf.size for leaf in jax.tree.leaves(init_state(model, optimizer, freeze).opt_state) if leaf.ndim > 0)
+        state = init_state(model, optimizer, freeze).opt_state
+        return sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim > 0)
 
     coefficients = 3  # of the Newton-Schulz polynomial, which optax keeps in its state
     assert state_size(("indexer",)) == matrices + 2 * others + coefficients  # one moment for Muon, two for AdamW
@@ -273,7 +274,7 @@ def test_the_learning_rate_follows_the_schedule_in_both_parts():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("momentum", 1.0), ("b1", -0.1), ("b2", 1.0), ("update_rms", 0.0), ("clip", 0.0), ("eps", 0.0), ("weight_decay", -1.0)],
+    [("momentum", 1.0), ("b1", -0.1), ("b2", 1.0), ("update_rms", 0.0), ("clip", 0.0), ("eps", 0.0), ("weight_decay", -1)],
 )
 def test_a_setting_out_of_range_is_named(field, value):
     with pytest.raises(UserError, match=rf"^optimizer\.{field}={value}: must [^\n]+$"):

@@ -1,4 +1,4 @@
-"""The training step: accumulation, which rows count at which depth, balance, router bias, padding, non-finite losses."""
+"""The training step: accumulation, rows that count at each depth, balance, router bias, padding, non-finite losses."""
 
 import functools
 
@@ -7,6 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers_train import (
+    MOE_LAYERS,
+    buffer_sizes,
+    flat_specs,
+    lively_model,
+    log_softmax,
+    packed_batch,
+    quick_compile,
+    step_config,
+)
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
@@ -24,7 +34,6 @@ from glm5_jax.train.step import (
     move_router_bias,
     target_weights,
 )
-from helpers_train import MOE_LAYERS, buffer_sizes, flat_specs, lively_model, log_softmax, packed_batch, quick_compile, step_config
 
 T = 12
 RATE = np.float32(0.125)
@@ -34,9 +43,9 @@ LOSS = LossConfig(mtp_steps=2, balance_weight=0.01, chunk=5)
 ROWS = [[5, 3], [3], [7, 5], [1, 1, 5]]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled_step(network: ModelConfig, cfg: LossConfig, freeze: tuple):
-    """(optimizer, compiled step): gradient descent of rate 1 with a trace, which after one step is the gradient itself."""
+    """(optimizer, compiled step): gradient descent of rate 1 with a trace, after one step the gradient itself."""
     optimizer = optax.sgd(1.0, momentum=0.9)
     rates = Rates(lambda step: jnp.where(step < 2, WEIGHT, 0.1), lambda step: jnp.where(step < 2, RATE, 0.0))
     return optimizer, jax.jit(make_step(abstract(network), optimizer, rates, cfg, freeze))
@@ -59,7 +68,8 @@ def one_step(model, batch, cfg=LOSS, freeze=()):
 def same_gradients(a: dict, b: dict, atol: float = 1e-6):
     assert a.keys() == b.keys()
     for path in a:
-        np.testing.assert_allclose(a[path], b[path], atol=atol * max(1, np.abs(b[path]).max()), rtol=0, err_msg=str(path))
+        size = max(1, np.abs(b[path]).max())
+        np.testing.assert_allclose(a[path], b[path], atol=atol * size, rtol=0, err_msg=str(path))
 
 
 @pytest.fixture(scope="module")
@@ -241,13 +251,15 @@ def test_balance_loss_is_a_mean_over_rows_and_a_sum_over_layers(model):
 
 def loads_by_hand(model, batch) -> np.ndarray:
     """Tokens per expert [MoE layers + MTP, E], counted in numpy from the experts that each real token chose."""
-    b, segments = {n: v.reshape(-1, v.shape[-1]) for n, v in batch.items()}, np.asarray(batch["segment_ids"]).reshape(-1, T)
+    b = {name: value.reshape(-1, T) for name, value in batch.items()}
+    segments = np.asarray(b["segment_ids"])
 
     @jax.jit
     def choices(b):
         hidden, aux, _ = model.trunk(b["tokens"], b["positions"], b["segment_ids"], None, frozenset({"router"}))
         args = (hidden, b["tokens"], b["positions"], b["segment_ids"], 2, frozenset({"router"}))
-        return [a["router"].experts for a in aux if "router" in a], [s.aux["router"].experts for s in model.mtp_steps(*args)]
+        mtp = [s.aux["router"].experts for s in model.mtp_steps(*args)]
+        return [a["router"].experts for a in aux if "router" in a], mtp
 
     with quick_compile():
         trunk, mtp = jax.device_get(choices(b))
@@ -288,7 +300,7 @@ def test_all_tokens_to_two_experts_lowers_their_bias_and_raises_the_others(model
 
 
 def test_loads_find_their_layer_through_repeating_patterns():
-    """Layers: dense F, then (F S) three times, then two more groups; each layer's load peaks at an expert of its own."""
+    """Layers: dense F, then (F S) three times, then two more groups; each load peaks at an expert of its own."""
     cfg = step_config(num_hidden_layers=10, index_topk_pattern="FFSFSFSSSF", n_routed_experts=12)
     layers = 9
     params = {p: v for p, v in flat(split(abstract(cfg))[1]).items() if p[-1] == "router_bias"}
@@ -310,10 +322,11 @@ def test_loads_find_their_layer_through_repeating_patterns():
 
 
 def test_a_model_with_mtp_trained_without_it_leaves_the_mtp_bias_alone():
-    params = {("mtp", "block", "ffn", "router_bias"): np.zeros(5), ("groups", 0, "b", 0, "router_bias"): np.zeros((1, 5))}
+    mtp, trunk = ("mtp", "block", "ffn", "router_bias"), ("groups", 0, "blocks", 0, "ffn", "router_bias")
+    params = {mtp: np.zeros(5), trunk: np.zeros((1, 5))}
     new = move_router_bias(params, jnp.array([[4.0, 0, 0, 0, 0]]), jnp.float32(1))
-    np.testing.assert_array_equal(new[("mtp", "block", "ffn", "router_bias")], np.zeros(5))
-    np.testing.assert_array_equal(new[("groups", 0, "b", 0, "router_bias")], [[-1, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(new[mtp], np.zeros(5))
+    np.testing.assert_array_equal(new[trunk], [[-1, 1, 1, 1, 1]])
 
 
 # The indexer, recomputation, memory
