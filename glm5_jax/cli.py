@@ -121,7 +121,8 @@ def generate(arguments: list[str]) -> int:
     for step in stream(model, tokens, options.max_new_tokens, sampling, seed=options.seed):
         if step.tokens[0] in model.cfg.eos_token_id:
             break
-        made.append(int(step.tokens[0]))
+        if step.tokens[0] < tokenizer.vocab_size:  # the model's vocabulary may be padded
+            made.append(int(step.tokens[0]))
         text = prompt + tokenizer.decode(made)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is only half there
             print(text[len(shown) :], end="", flush=True)

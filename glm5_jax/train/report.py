@@ -60,10 +60,13 @@ def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 9
     prompt = prompt or "def "
     graphdef = split(abstract(config.model, runs.network_class(config)))[0]
     model = merge(graphdef, result.params)
-    tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None]
+    limit = config.model.max_position_embeddings
+    tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None, : (limit + 1) // 2]
+    prompt, new_tokens = tokenizer.decode(tokens[0]), min(new_tokens, limit - tokens.shape[1])
     new = generate(model, tokens, new_tokens, temperature=0.7, top_p=0.95)[0]
     stop = np.flatnonzero(np.isin(new, config.model.eos_token_id))
-    return prompt, tokenizer.decode(new[: stop[0]] if len(stop) else new)
+    new = new[: stop[0]] if len(stop) else new
+    return prompt, tokenizer.decode(new[new < tokenizer.vocab_size])  # the model's vocabulary may be padded
 
 
 def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
