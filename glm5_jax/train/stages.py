@@ -71,14 +71,15 @@ def tiny() -> TrainConfig:
     """A few minutes on a laptop: a 4M-parameter GLM-5 learns Python from the standard library's source files."""
     return TrainConfig(
         model=models.tiny(attention="dense"),
-        data=DataConfig(tokenizer="bpe:2048", seq_len=256),
+        data=DataConfig(tokenizer="bpe:2048", seq_len=256, held_out=0.01),
         lr=LearningRate("cosine", peak=0.01, final=0.001, warmup_steps=20),
         loss=LossConfig(mtp_steps=1),
-        checkpoint=CheckpointConfig(every=100),
-        steps=400,
+        checkpoint=CheckpointConfig(every=50),
+        steps=350,
         micro_rows=8,
         batch_rows=((0, 8),),
-        eval_every=100,
+        eval_every=50,
+        eval_rows=32,
     )
 
 
