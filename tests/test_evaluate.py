@@ -1,0 +1,51 @@
+"""Held-out bits per byte against log-softmax in numpy, from the logits of the model."""
+
+import math
+
+import numpy as np
+import pytest
+from helpers_train import lively_model, log_softmax, packed_batch, quick_compile, step_config
+
+from glm5_jax.model import split
+from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lively_model(step_config())
+
+
+def batch_of(rows, seed, size):
+    return {k: np.asarray(v[0]) for k, v in packed_batch(rows, 12, seed=seed).items()} | {"bytes": size}
+
+
+def nats(model, batch) -> float:
+    """Sum over targets: tokens whose predecessor in the row is of the same document."""
+    out = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+    logp, total = log_softmax(out.logits), 0.0
+    for r, row in enumerate(batch["segment_ids"]):
+        for t in range(1, len(row)):
+            if row[t] == row[t - 1] > 0:
+                total -= logp[r, t - 1, batch["tokens"][r, t]]
+    return total
+
+
+@pytest.mark.smoke
+def test_bits_per_byte_sum_over_all_batches_before_they_divide(model):
+    """The second batch holds fewer targets and a row of nothing: a mean of means would be another number."""
+    held_out = [batch_of([[5, 7], [12]], 0, 31), batch_of([[3], []], 1, 2)]
+    graphdef, params = split(model)
+    seen = []
+    with quick_compile():
+        score = bits_per_byte(make_loss_sum(graphdef, 5), params, held_out, seen.append)
+        expected = sum(nats(model, b) for b in held_out) / (math.log(2) * 33)
+    assert score == pytest.approx(expected, rel=1e-5)
+    assert seen == [1, 2]
+
+
+def test_the_chunk_does_not_matter(model):
+    graphdef, params = split(model)
+    held_out = [batch_of([[5, 7], [12]], 0, 31)]
+    with quick_compile():
+        scores = [bits_per_byte(make_loss_sum(graphdef, chunk), params, held_out) for chunk in (3, 100)]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-6)
