@@ -55,10 +55,10 @@ def _names(options, prefix: str) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """The sentences in tyro's box."""
-    words = re.sub(r"[╭╮╰╯│─]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
-    words = re.sub(r"\s+", " ", words).strip()
-    words = re.sub(r"^(Parsing error|Value error) (Error parsing )?", "", words)
+    """The sentences in tyro's box, which it draws with lines or, where the terminal's encoding has none, with dashes."""
+    lines = re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─]|-{4,}", "", text).splitlines()
+    _title, *sentences = [line.strip() for line in lines if line.strip()]
+    words = re.sub(r"^Error parsing (Options: )?", "", re.sub(r"\s+", " ", " ".join(sentences)))
     return re.split(r" For full helptext| Argument helptext", words)[0]
 
 

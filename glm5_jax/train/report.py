@@ -71,6 +71,8 @@ def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 9
 
 def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
     """Evaluates a model on the run's held-out part or on other sources, and prints the result."""
+    check(options.batch_rows >= 1, f"batch_rows={options.batch_rows}: must be at least 1")
+    check(options.rows >= 0, f"rows={options.rows}: must not be negative")
     is_run = (path / "checkpoints").is_dir()
     check(is_run or bool(options.sources), "sources: name what to evaluate on (--sources PATH ...)")
     data = runs.read_config(path).data if is_run else DataConfig()
