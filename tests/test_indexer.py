@@ -170,6 +170,21 @@ def test_the_language_model_loss_never_reaches_the_indexer(micro, tokens):
     assert sum("indexer" in at for at in still) == 5 * 3  # two groups of the trunk, and MTP
 
 
+def test_scores_train_the_indexer_and_nothing_that_feeds_it(micro):
+    attention, a, ctx = layer_inputs(micro()[0])
+    graphdef, params = split(attention.indexer)
+    cq = attention.query_latent(a)
+
+    def total(params, a, cq):
+        indexer = merge(graphdef, params)
+        q, w = indexer.queries(cq, a, ctx.cos, ctx.sin)
+        return jnp.sum(index_scores(q, indexer.keys(a, ctx.cos, ctx.sin), w, EVERYTHING) ** 2)
+
+    own, *inputs = jax.jit(jax.grad(total, (0, 1, 2)))(params, a, cq)
+    assert all(np.asarray(g).any() for g in own.values()) and len(own) == 5
+    assert not any(np.asarray(g).any() for g in inputs)
+
+
 def test_head_weights_are_a_float32_product_in_a_bfloat16_model(golden):
     """The same bfloat16 tensors scored exactly from the model's own bfloat16 activations: nearly every set agrees."""
     g = golden("glm5_tiny")

@@ -104,6 +104,19 @@ def test_remat_gives_the_same_gradients_bit_for_bit(gradients, settings):
         np.testing.assert_array_equal(a, b)
 
 
+def test_recomputation_never_selects_or_routes_again(micro, tokens):
+    """The backward pass holds no top-k: the choices of the forward pass are saved."""
+    counts = []
+    for remat in ("none", "block"):
+        graphdef, params = split(micro(remat=remat)[0])
+
+        def loss(params, graphdef=graphdef):
+            return jnp.sum(merge(graphdef, params).trunk(jnp.asarray(tokens))[0])
+
+        counts.append(str(jax.make_jaxpr(jax.grad(loss))(params)).count(" top_k["))
+    assert counts[0] == counts[1] == 3  # dense layer: keys; scanned MoE layers: keys and experts
+
+
 def test_remat_counts_expert_load_once(gradients):
     for remat in ("none", "block"):
         dense, *moe = gradients(remat=remat)["load"] if remat == "block" else gradients()["load"]

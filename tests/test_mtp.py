@@ -60,7 +60,7 @@ def test_the_three_ways_to_share_differ(micro, tokens):
         assert np.abs(second[i] - second[j]).max() > 0.05
 
 
-@pytest.mark.parametrize("sharing, calls", zip(SHARING, (3, 1, 1)))
+@pytest.mark.parametrize("sharing, calls", list(zip(SHARING, (3, 1, 1))))
 def test_shared_selection_is_computed_once(micro, tokens, monkeypatch, sharing, calls):
     model, _ = micro(**SHARING[sharing][0])
     counted, select = [], Mla.select
