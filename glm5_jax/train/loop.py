@@ -10,11 +10,13 @@ import math
 import pathlib
 import shutil
 import signal
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.progress
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import check
@@ -93,7 +95,11 @@ def _load_corpus(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> Co
     if not resume and trained.exists():
         trained.replace(aside)
     try:
-        return load_corpus(config.data, run_dir / "data")
+        with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+            task = bar.add_task("reading the corpus", total=None)
+            return load_corpus(
+                config.data, run_dir / "data", lambda done, total: bar.update(task, completed=done, total=total)
+            )
     except BaseException:
         if not resume and aside.exists():
             aside.replace(trained)
