@@ -1,5 +1,6 @@
 """Checkpoints in and out: exact round trips, strict loading, FP8, the published tensor list without allocating it."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -64,22 +65,16 @@ def test_saving_a_loaded_checkpoint_gives_the_file_back(golden, tmp_path, name):
 def test_load_save_load_is_bit_equal(golden, tmp_path, name, dtype):
     model = load_hf(golden(name).path, dtype=dtype)
     save_hf(model, tmp_path / "out")
-    same_model(load_hf(tmp_path / "out", dtype=dtype), model)
+    again = load_hf(tmp_path / "out", dtype=dtype)
+    same_model(again, model)
+    kinds = tuple("full" if full else "shared" for _, full in model.cfg.layer_kinds)
+    assert again.cfg == dataclasses.replace(model.cfg, indexer_types=kinds)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == dtype and "quantization_config" not in config
     kinds = {key: t.dtype for key, t in tensors(tmp_path / "out").items()}
     narrow = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
     assert {d for key, d in kinds.items() if not key.endswith("e_score_correction_bias")} == {narrow}
     assert {d for key, d in kinds.items() if key.endswith("e_score_correction_bias")} == {np.dtype(np.float32)}
-
-
-def test_a_saved_model_computes_the_same(golden, tmp_path):
-    g = golden("glm52_tiny")
-    save_hf(g.model(), tmp_path / "out")
-    again = load_hf(tmp_path / "out", latent_norm_eps=1e-6)
-    assert again.cfg.layer_kinds == g.model().cfg.layer_kinds and again.cfg.index_share_for_mtp_iteration
-    collect = ("hidden", "selected", "index_scores", "router", "mtp")
-    np.testing.assert_array_equal(again(g.cases["long/input_ids"], collect=collect).logits, g.run("long").logits)
 
 
 def test_shards_with_an_index(golden, tmp_path):
