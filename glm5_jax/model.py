@@ -30,7 +30,7 @@ class Output(NamedTuple):
     Attributes:
       logits: float32 [B,T,W].
       hidden: [B,T,D] after the final norm.
-      collected: name -> list over layers (None where a layer has no such thing); "mtp" -> list over MTP steps.
+      collected: name -> list over layers (None where a layer has no such thing); "mtp" -> `MtpOutput` of steps 1 and 2.
       cache: the cache with this call's tokens, or None.
     """
 
@@ -38,6 +38,17 @@ class Output(NamedTuple):
     hidden: jax.Array
     collected: dict
     cache: "Cache | None" = None
+
+
+class MtpOutput(NamedTuple):
+    """One MTP step (`Glm5.mtp_steps` unrolls any number): row i of step d predicts token i + d + 1.
+
+    logits: float32 [B,T,W]. hidden: [B,T,D] after `shared_head.norm`. selected: int32 [B,T,min(K,T)].
+    """
+
+    logits: jax.Array
+    hidden: jax.Array
+    selected: jax.Array
 
 
 class Cache(NamedTuple):
@@ -167,6 +178,8 @@ class Glm5(nnx.Module):
         check(not unknown, f"collect={sorted(unknown)}: allowed are {', '.join(COLLECTABLE)}")
         check("mtp" not in collect or self.mtp is not None, "collect=mtp: this model has no MTP layer")
         check_tokens(tokens, self.cfg)
+        if cache is not None:
+            check_room(cache, np.shape(tokens)[1])
         graphdef, params = nnx.split(self)
         as_int = [None if a is None else jnp.asarray(a, jnp.int32) for a in (tokens, positions, segment_ids)]
         return _forward(graphdef, params, *as_int, cache, tuple(sorted(collect)))
@@ -236,6 +249,14 @@ def check_tokens(tokens, cfg: ModelConfig) -> None:
         check(0 <= low and high < cfg.vocab_size, f"token ids {low}..{high}: the vocabulary is 0..{cfg.vocab_size - 1}")
 
 
+def check_room(cache: Cache, t: int) -> None:
+    """Raises UserError when t more tokens do not fit (concrete caches only)."""
+    slots = cache.segment.shape[1]
+    if not isinstance(cache.length, jax.core.Tracer):
+        used = int(cache.length)
+        check(used + t <= slots, f"cache: {used} of {slots} slots are in use, {t} more tokens do not fit")
+
+
 def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype=None) -> Cache:
     """A cache for `batch` rows of at most `slots` tokens, zeros, in the compute dtype unless told otherwise."""
     dtype = dtype or cfg.dtype
@@ -282,6 +303,6 @@ def _forward(graphdef, params, tokens, positions, segment_ids, cache, collect):
     collected = {name: [layer.get(name) for layer in aux] for name in per_layer}
     if "mtp" in collect:
         steps = model.mtp_steps(hidden, tokens, positions, segment_ids, 2, frozenset({"selected"}))
-        collected["mtp"] = [{"logits": model.logits(s.hidden), "hidden": s.hidden, "selected": s.selected} for s in steps]
+        collected["mtp"] = [MtpOutput(model.logits(s.hidden), s.hidden, s.selected) for s in steps]
     return Output(model.logits(hidden), hidden, collected, cache)
 

@@ -182,10 +182,10 @@ def test_mtp_from_the_trunk(golden, name):
     first, second = g.run("long").collected["mtp"]
     t = g.cases["mtp/input_ids"].shape[1]
     for key in ("logits", "hidden"):
-        np.testing.assert_allclose(first[key][:, : t - 1], g.cases[f"mtp/step1.{key}"], rtol=0, atol=5e-4)
-    np.testing.assert_array_equal(first["selected"][:, : t - 1], g.cases["mtp/step1.topk"])
+        np.testing.assert_allclose(getattr(first, key)[:, : t - 1], g.cases[f"mtp/step1.{key}"], rtol=0, atol=5e-4)
+    np.testing.assert_array_equal(first.selected[:, : t - 1], g.cases["mtp/step1.topk"])
     own = "logits_shared_topk" if name == "glm52_tiny" else "logits"  # index_share_for_mtp_iteration of the config
-    np.testing.assert_allclose(second["logits"][:, : t - 2], g.cases[f"mtp/step2.{own}"], rtol=0, atol=5e-4)
+    np.testing.assert_allclose(second.logits[:, : t - 2], g.cases[f"mtp/step2.{own}"], rtol=0, atol=5e-4)
 
 
 VARIANTS = {

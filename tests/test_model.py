@@ -341,3 +341,10 @@ def test_bad_calls_are_refused_in_one_line(micro, call, word):
 def test_mtp_cannot_be_collected_from_a_model_without_it(micro, tokens):
     with pytest.raises(UserError, match="no MTP layer"):
         micro(num_nextn_predict_layers=0)[0](tokens, collect=("mtp",))
+
+
+def test_a_cache_without_room_is_refused(micro, tokens):
+    model, _ = micro()
+    cache = model(tokens[:1, :6], cache=empty_cache(model.cfg, 1, 8)).cache
+    with pytest.raises(UserError, match="6 of 8 slots are in use, 4 more"):
+        model(tokens[:1, :4], cache=cache)

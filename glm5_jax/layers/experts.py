@@ -80,6 +80,8 @@ def experts(
       UserError: shapes or dtypes do not fit together, or the implementation is unknown.
     """
     _check_arguments(x, ids, weights, gate, up, down)
+    if x.shape[0] == 0:
+        return x
     return _run(_choose(implementation), x, ids, weights, gate, up, down)
 
 

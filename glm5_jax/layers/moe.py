@@ -113,7 +113,7 @@ class Moe(nnx.Module):
         routing = route(scores, jax.lax.stop_gradient(self.router_bias[...]), self.cfg)
         b, t, d = x.shape
         weights = [w.astype(x.dtype) for w in (self.gate[...], self.up[...], self.down[...])]
-        flat = (a.reshape(b * t, -1) for a in (x, routing.experts, routing.weights))
+        flat = (a.reshape(b * t, a.shape[-1]) for a in (x, routing.experts, routing.weights))
         routed = experts(*flat, *weights).reshape(b, t, d)
         balance, load = balance_loss(scores, routing.experts, real)
         return routed + self.shared(x), routing, {"balance": balance, "load": load}

@@ -43,7 +43,7 @@ def softmax_weights(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), MASKED / 2))
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, jnp.where(total == 0, 1.0, total), jnp.max(top)
+    return weights, jnp.where(total == 0, 1.0, total), jnp.max(top, initial=MASKED / 2)
 
 
 def dense(q, k, v, rows: Rows, key_segment, scale: float, block: int):
@@ -142,8 +142,8 @@ def in_query_blocks(fn, block: int, *args):
         return fn(*args)
     n = math.ceil(t / block)
 
-    def split(x):  # [B,T,...] -> [n,B,block,...]; padded queries have segment 0 or nothing real to give, and are cut off
-        x = jnp.pad(x, [(0, 0), (0, n * block - t)] + [(0, 0)] * (x.ndim - 2))
+    def split(x):  # [B,T,...] -> [n,B,block,...]; the padding repeats the last query, so it adds nothing new, and is cut off
+        x = jnp.pad(x, [(0, 0), (0, n * block - t)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return jnp.moveaxis(x.reshape(x.shape[0], n, block, *x.shape[2:]), 1, 0)
 
     def join(x):

@@ -21,6 +21,7 @@ def select_top_k(scores: jax.Array, k: int) -> jax.Array:
     """
     n_keys = scores.shape[-1]
     scores = jnp.where(jnp.isnan(scores), MASKED, scores)
+    scores = jnp.where(scores == 0, 0.0, scores)  # lax.top_k ranks +0.0 above -0.0, which are a tie
     values, positions = jax.lax.top_k(scores, min(k, n_keys))  # lax.top_k is stable: ties keep the lowest position
     ascending = jnp.sort(jnp.where(values > MASKED, positions, n_keys), axis=-1)
     return jnp.where(ascending < n_keys, ascending, -1).astype(jnp.int32)
