@@ -6,6 +6,7 @@ import pathlib
 import sys
 import warnings
 
+from glm5_jax.config import check
 from glm5_jax.errors import UserError
 
 USAGE = """usage: glm5 VERB ...
@@ -115,6 +116,7 @@ def generate(arguments: list[str]) -> int:
 
     model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    check(bool(prompt), "prompt: is empty, there is nothing to continue")
     tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None]
     sampling = Sampling(options.temperature, options.top_p)
     made, shown = [], ""  # nothing is shown before the first token: bad input ends in its one line only

@@ -18,7 +18,7 @@ from glm5_jax.layers.block import Block, Memory, make_context
 from glm5_jax.layers.mla import Keys
 from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
-from glm5_jax.layers.param import Spec, declare
+from glm5_jax.layers.param import declare
 from glm5_jax.sparse.attention import Rows
 
 COLLECTABLE = ("hidden", "selected", "index_scores", "router", "mtp")
@@ -287,7 +287,8 @@ def merge(graphdef: nnx.GraphDef, params: dict) -> nnx.Module:
 def specs(model: nnx.Module) -> dict:
     """Nested dict like that of `split`, with the `Spec` of each parameter."""
     state = nnx.state(model)
-    return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=lambda p: isinstance(p, nnx.Variable)))
+    is_param = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=is_param))
 
 
 def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:

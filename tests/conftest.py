@@ -44,12 +44,12 @@ class Golden:
         self.full_layers = [i for i, kind in enumerate(self.meta["indexer_types"]) if kind == "full"]
         self.tolerance = self.meta["suggested_tolerance"]
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def model(self, **overrides) -> Glm5:
         """The checkpoint; latent norms at 1e-6 as in transformers unless told otherwise."""
         return load_hf(self.path, **({"latent_norm_eps": 1e-6} | overrides))
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def run(self, case: str):
         """The forward pass of a case with everything collected."""
         c = self.cases
@@ -74,7 +74,7 @@ class Golden:
         return valid & (self.cases[f"{case}/attention_mask"] != 0) if case == "rightpad" else valid
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _golden(name: str) -> Golden:
     return Golden(name)
 
@@ -89,7 +89,7 @@ def golden():
 def micro():
     """micro(**overrides) -> (model, published float64 tensors) of `reference.micro_config`, made once per setting."""
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def make(**overrides):
         model = reference.random_model(reference.micro_config(**overrides))
         return model, reference.published(model)

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from helpers_train import lively_model, log_softmax, packed_batch, quick_compile, step_config
 
 from glm5_jax.model import split
 from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from helpers_train import lively_model, log_softmax, packed_batch, quick_compile, step_config
 
 
 @pytest.fixture(scope="module")

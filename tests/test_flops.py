@@ -1,10 +1,10 @@
 """Model FLOPs of a token, counted by hand from the shapes of the matrices."""
 
 import pytest
-from helpers_train import step_config
 
 from glm5_jax.model import abstract
 from glm5_jax.train.flops import PEAK, attention_flops, flops_per_token, peak_flops
+from helpers_train import step_config
 
 # step_config: D 16, N 3, Q 12, R 8, C 6, P 4, V 5, dense FFN 20, E 5, X 2, F 7, W 40; one dense and two MoE layers.
 ATTENTION = 16 * 12 + 12 * 3 * 10 + 16 * 12 + 8 * 3 * 6 + 8 * 3 * 5 + 3 * 5 * 16

@@ -232,7 +232,7 @@ def cross_entropy(logits, labels):
 def train(golden):
     """train(name) -> (loss, HF name -> gradient in the published layout)."""
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def run(name):
         g = golden(name)
         graphdef, params = split(g.model())

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers_train import buffer_sizes, log_softmax
 
 from glm5_jax.train.loss import cross_entropy
+from helpers_train import buffer_sizes, log_softmax
 
 B, T, D, W = 2, 12, 5, 31
 

@@ -77,7 +77,7 @@ def test_shared_layers_have_no_indexer_parameters(micro):
 def gradients(micro, tokens):
     """gradients(**settings) -> of the trunk's log-probabilities, with selected, load and max_logit per layer."""
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def run(**settings):
         graphdef, params = split(micro(**settings)[0])
 

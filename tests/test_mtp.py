@@ -14,7 +14,7 @@ from glm5_jax.layers.mtp import same_document, shift
 from glm5_jax.model import merge, split
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled(graphdef):
     def run(params, hidden, tokens, segments):
         model = merge(graphdef, params)

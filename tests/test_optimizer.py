@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_train import flat_specs, lively_model, quick_compile, step_config
 
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
 from glm5_jax.train.step import flat, init_state, trainable_specs
+from helpers_train import flat_specs, lively_model, quick_compile, step_config
 
 CFG = step_config()
 

@@ -4,12 +4,12 @@ import dataclasses
 import json
 
 import pytest
-from helpers_train import load_run_config, write_run_config
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.stages import RECIPES, TrainConfig
+from helpers_train import load_run_config, write_run_config
 
 
 @pytest.fixture

@@ -7,16 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_train import (
-    MOE_LAYERS,
-    buffer_sizes,
-    flat_specs,
-    lively_model,
-    log_softmax,
-    packed_batch,
-    quick_compile,
-    step_config,
-)
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
@@ -33,6 +23,16 @@ from glm5_jax.train.step import (
     micro_loss,
     move_router_bias,
     target_weights,
+)
+from helpers_train import (
+    MOE_LAYERS,
+    buffer_sizes,
+    flat_specs,
+    lively_model,
+    log_softmax,
+    packed_batch,
+    quick_compile,
+    step_config,
 )
 
 T = 12

@@ -68,7 +68,10 @@ def _check_ffn_layers(raw: dict, cfg: ModelConfig) -> None:
     types = raw.get("mlp_layer_types")
     if types is not None:
         derived = ["dense" if ffn == "dense" else "sparse" for ffn, _ in cfg.layer_kinds]
-        check(list(types) == derived, f"config.json: mlp_layer_types does not match first_k_dense_replace={cfg.first_k_dense_replace}")
+        check(
+            list(types) == derived,
+            f"config.json: mlp_layer_types does not match first_k_dense_replace={cfg.first_k_dense_replace}",
+        )
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str) -> dict:
@@ -84,6 +87,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str) -> dict:
         "num_key_value_heads": cfg.num_attention_heads,
         "moe_router_dtype": "float32",
         "attention_dropout": 0.0,
+        # A model that attends to all keys says so in the only way the published layout has: select all of them.
+        "index_topk": cfg.index_topk if cfg.attention == "sparse" else cfg.max_position_embeddings,
         "eos_token_id": list(cfg.eos_token_id),
         "pad_token_id": cfg.pad_token_id,
         "mlp_layer_types": ["dense" if ffn == "dense" else "sparse" for ffn, _ in cfg.layer_kinds],

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

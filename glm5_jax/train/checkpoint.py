@@ -36,7 +36,6 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from glm5_jax.config import check
-from glm5_jax.errors import UserError
 
 PyTree = Any
 Say = Callable[[str], None]

@@ -1,7 +1,7 @@
 """Held-out bits per byte: a loss that does not depend on the tokenizer."""
 
 import math
-from typing import Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp

@@ -22,7 +22,8 @@ from glm5_jax.compiling import jit
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
-from glm5_jax.train import flops, run_dir as runs
+from glm5_jax.train import flops
+from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
 from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
@@ -60,7 +61,6 @@ class _Pending:
     tokens: np.ndarray
     segments: np.ndarray
     doc_ids: list
-    began: float
 
 
 def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True) -> Result:
@@ -201,7 +201,7 @@ class Run:
             done = step + 1
             if pending:
                 self._report(pending)
-            pending = _Pending(done, metrics, tokens, segments, doc_ids, time.perf_counter())
+            pending = _Pending(done, metrics, tokens, segments, doc_ids)
             evaluate = done % config.eval_every == 0 and done < config.steps
             save = done % config.checkpoint.every == 0 or done == config.steps
             stop = self.signal  # read once: it may arrive between two lines
@@ -221,7 +221,7 @@ class Run:
     def _final_score(self, state: TrainState, start: int) -> float:
         """Bits per byte over all held-out text; read from the record when the run was finished before."""
         lines = metrics_of(self.run_dir) if start == self.config.steps else []
-        known = [line["bits_per_byte"] for line in lines if "bits_per_byte" in line and line["step"] == start]
+        known = [line["bits_per_byte"] for line in lines if line["step"] == start and line.get("held_out_rows") == 0]
         return known[-1] if known else self._evaluate(self.config.steps, state, 0)
 
     def _next_batch(self, step: int):
@@ -242,7 +242,7 @@ class Run:
         line = {name: (value if np.ndim(value) else float(value)) for name, value in values.items()}
         line |= {
             "lr": float(self.lr(pending.step - 1)),
-            "train_bits_per_byte": line["ce"] * self._targets(pending) / (math.log(2) * self._bytes(pending)),
+            "train_bits_per_byte": line["ce"] * self._targets_per_byte(pending) / math.log(2),
             "tokens": self.plan.tokens_before(pending.step),
             "step_seconds": seconds,
             "tokens_per_s": count / seconds,
@@ -259,13 +259,12 @@ class Run:
         if not finite:
             self._not_finite(pending, line)
 
-    def _targets(self, pending: _Pending) -> int:
-        same = pending.segments[..., 1:] == pending.segments[..., :-1]
-        return int((same & (pending.segments[..., 1:] > 0)).sum())
-
-    def _bytes(self, pending: _Pending) -> int:
-        same = (pending.segments[..., 1:] == pending.segments[..., :-1]) & (pending.segments[..., 1:] > 0)
-        return max(int(self.corpus.tokenizer.token_bytes[pending.tokens[..., 1:]][same].sum()), 1)
+    def _targets_per_byte(self, pending: _Pending) -> float:
+        """Target tokens of a batch per byte of text that they stand for."""
+        after = pending.segments[..., 1:]
+        targets = (after == pending.segments[..., :-1]) & (after > 0)
+        size = self.corpus.tokenizer.token_bytes[pending.tokens[..., 1:]][targets].sum()
+        return float(targets.sum() / max(size, 1))
 
     def _not_finite(self, pending: _Pending, line: dict) -> None:
         names = ", ".join(dict.fromkeys(pending.doc_ids))
@@ -289,7 +288,7 @@ class Run:
             self.loss_sum, state.params, held_out_batches(self.corpus, self.config.data, size, limit)
         )
         if jax.process_index() == 0:
-            self.metrics.write(step, {"bits_per_byte": score})
+            self.metrics.write(step, {"bits_per_byte": score, "held_out_rows": rows})
         self.say(f"step {step}: held-out bits per byte {score:.4f}{'' if rows == 0 else f' (first {rows} rows)'}")
         self.last_time = time.perf_counter()
         return score

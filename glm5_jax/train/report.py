@@ -98,12 +98,9 @@ def whole_corpus(sources: tuple[str, ...], tokenizer) -> Corpus:
     config = DataConfig(sources=sources)
     paths, weights = zip(*map(parse_source, sources))
     with tempfile.TemporaryDirectory() as cache:
-        documents, skipped = zip(
-            *(
-                tokenised(list_files(path, config.extensions), config.text_field, tokenizer, pathlib.Path(cache), lambda _: None)
-                for path in paths
-            )
-        )
+        files = [list_files(path, config.extensions) for path in paths]
+        field, cache_dir = config.text_field, pathlib.Path(cache)
+        documents, skipped = zip(*(tokenised(f, field, tokenizer, cache_dir, lambda _: None) for f in files))
         documents = tuple(dataclasses.replace(d, tokens=np.array(d.tokens)) for d in documents)
     lines = [
         f"{path}: {len(d):,} documents, {d.sizes.sum():,} bytes, {d.lengths.sum():,} tokens"

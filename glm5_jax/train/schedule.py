@@ -6,7 +6,8 @@ train state counts steps only.
 
 import bisect
 import dataclasses
-from typing import Callable, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp

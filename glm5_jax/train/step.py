@@ -6,7 +6,8 @@ steps + balance weight x sequence balance loss; there is no z-loss.
 """
 
 import dataclasses
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,8 @@ def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict
 
     grad = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda x: x[0], batch)
-    (total, parts), grads = grad(trainable, first)
     if jax.tree.leaves(batch)[0].shape[0] == 1:
+        (total, parts), grads = grad(trainable, first)
         return total, parts, grads
 
     def add(carry, micro):
@@ -136,8 +137,10 @@ def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict
         parts = jax.tree.map(jnp.add, parts, new) | {"max_logit": top}
         return (total + more, parts, jax.tree.map(jnp.add, grads, more_grads)), None
 
-    rest = jax.tree.map(lambda x: x[1:], batch)
-    return jax.lax.scan(add, (total, parts, grads), rest)[0]
+    shapes = jax.eval_shape(grad, trainable, first)
+    (total, parts), grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    parts["max_logit"] = jnp.float32(-jnp.inf)
+    return jax.lax.scan(add, (total, parts, grads), batch)[0]
 
 
 def move_router_bias(params: dict, load: jax.Array, rate: jax.Array) -> dict:
