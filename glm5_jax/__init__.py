@@ -9,6 +9,8 @@
 import os
 import pathlib
 
+import jax
+
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.model import Glm5, Output
@@ -23,7 +25,8 @@ def load(path: str | os.PathLike, dtype: str = "float32", mesh=None, **overrides
 
     Args:
       path: a directory with config.json and *.safetensors, or one that `glm5 train` wrote.
-      dtype: "float32" or "bfloat16", of parameters and matrix products (a run directory's parameters stay float32).
+      dtype: "float32", "bfloat16" or (with jax_enable_x64) "float64", of parameters and matrix products; a run
+        directory's parameters stay float32.
       mesh: must be None; the model is placed on the default device.
       **overrides: fields of `ModelConfig`, e.g. latent_norm_eps=1e-6 to match transformers.
     Raises:
@@ -34,6 +37,7 @@ def load(path: str | os.PathLike, dtype: str = "float32", mesh=None, **overrides
 
     check(mesh is None, "mesh: loading onto a mesh is not supported, leave it out")
     check(dtype in ("float32", "bfloat16", "float64"), f"dtype={dtype}: float32, bfloat16 or float64")
+    check(dtype != "float64" or jax.config.jax_enable_x64, "dtype=float64: needs jax.config.update('jax_enable_x64', True)")
     check(pathlib.Path(path).is_dir(), f"{path}: no such directory")
     if (pathlib.Path(path) / "checkpoints").is_dir():
         return load_run(path, dtype=dtype, **overrides)

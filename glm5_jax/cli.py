@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away: nothing to say
+        sys.exit(141)
 
 
 def _positional(arguments: list[str], verb: str, names: list[str]) -> tuple[list[str], list[str]]:
@@ -64,7 +65,7 @@ def train(arguments: list[str]) -> int:
 
     @dataclasses.dataclass(frozen=True)
     class Options(TrainConfig):
-        run_dir: str = f"runs/{pathlib.Path(name.split(':')[0]).stem}"  # where config, metrics and checkpoints go
+        run_dir: str = f"runs/{pathlib.Path((name or 'CONFIG').split(':')[0]).stem}"  # where config, metrics and checkpoints go
         resume: bool = True  # go on from the run directory's newest checkpoint; --no-resume deletes it and starts over
 
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
@@ -115,7 +116,7 @@ def generate(arguments: list[str]) -> int:
     from glm5_jax.serve.decode import Sampling, stream
 
     model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _utf8(sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt))
     check(bool(prompt), "prompt: is empty, there is nothing to continue")
     tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None]
     sampling = Sampling(options.temperature, options.top_p)
@@ -131,6 +132,13 @@ def generate(arguments: list[str]) -> int:
             shown = text
     print((prompt + tokenizer.decode(made))[len(shown) :])
     return 0
+
+
+def _utf8(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise UserError("prompt: is not UTF-8") from None
 
 
 def _load_with_tokenizer(path: str, dtype: str, latent_norm_eps: float | None):
@@ -158,6 +166,8 @@ class EvalOptions:
     """Settings of `glm5 eval`."""
 
     sources: tuple[str, ...] = ()  # folders or files to evaluate on, whole; default for a run: its own held-out part
+    extensions: tuple[str, ...] = ()  # endings of the text files a folder contributes; default: the run's
+    text_field: str = ""  # field of JSONL and JSON records, column of Parquet; default: the run's
     rows: int = 0  # rows to evaluate at most, 0 = all
     seq_len: int = 0  # tokens per row; 0 = that of the run, 512 for a Hugging Face directory
     batch_rows: int = 8  # rows at once

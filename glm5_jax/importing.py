@@ -4,7 +4,10 @@ import importlib
 import importlib.util
 import pathlib
 import sys
+import traceback
+import zlib
 
+from glm5_jax.config import check
 from glm5_jax.errors import UserError
 
 
@@ -16,10 +19,21 @@ def import_object(name: str):
     """
     where, _, attribute = name.rpartition(":")
     try:
-        module = _from_file(pathlib.Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        is_file = where.endswith(".py")
+        check(not is_file or pathlib.Path(where).is_file(), f"{where}: no such file")
+        module = _from_file(pathlib.Path(where)) if is_file else importlib.import_module(where)
         return getattr(module, attribute)
-    except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{name}: cannot be imported ({type(error).__name__}: {error})") from None
+    except UserError:
+        raise
+    except Exception as error:  # the file is the user's: whatever goes wrong in it is theirs to read
+        raise UserError(f"{where}{line_of(error, where)}: {type(error).__name__}: {error}") from None
+
+
+def line_of(error: Exception, file: str) -> str:
+    """", line N" of the innermost frame in `file`, "" if the error did not pass through it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(pathlib.Path(file).resolve())]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def _from_file(path: pathlib.Path):
@@ -28,10 +42,13 @@ def _from_file(path: pathlib.Path):
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or not path.is_file():
-        raise ImportError("no such file")
+    # A name of its own: a file called json.py must not become what `import json` gives.
+    spec = importlib.util.spec_from_file_location(f"glm5_config_{path.stem}_{zlib.crc32(bytes(path))}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module

@@ -174,10 +174,15 @@ class Glm5(nnx.Module):
         Raises:
           UserError: unknown name in `collect`, token ids outside the vocabulary, sequence too long.
         """
+        collect = (collect,) if isinstance(collect, str) else collect
         unknown = set(collect) - set(COLLECTABLE)
         check(not unknown, f"collect={sorted(unknown)}: allowed are {', '.join(COLLECTABLE)}")
         check("mtp" not in collect or self.mtp is not None, "collect=mtp: this model has no MTP layer")
         check_tokens(tokens, self.cfg)
+        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+            same = array is None or np.shape(array) == np.shape(tokens)
+            check(same, f"{name}: shape {np.shape(array)}, tokens have {np.shape(tokens)}")
+        check(cache is not None or np.shape(tokens)[1] > 0, "tokens: no token in the rows")
         if cache is not None:
             check_room(cache, np.shape(tokens)[1])
         graphdef, params = nnx.split(self)
@@ -242,6 +247,8 @@ def default_positions(segment: jax.Array, start, t: int) -> jax.Array:
 def check_tokens(tokens, cfg: ModelConfig) -> None:
     """Raises UserError for ids outside the vocabulary (concrete arrays only) or a sequence past the position limit."""
     check(np.ndim(tokens) == 2, f"tokens: shape {np.shape(tokens)}, need [B,T]")
+    kind = tokens.dtype if hasattr(tokens, "dtype") else np.asarray(tokens).dtype
+    check(np.size(tokens) == 0 or jnp.issubdtype(kind, jnp.integer), f"tokens: dtype {kind}, need integers")
     t = np.shape(tokens)[1]
     check(t <= cfg.max_position_embeddings, f"sequence of {t} tokens: the limit is {cfg.max_position_embeddings}")
     if not isinstance(tokens, jax.core.Tracer) and np.size(tokens):

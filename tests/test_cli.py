@@ -158,10 +158,18 @@ def test_usage_lists_the_verbs(glm5):
              "--model.vocab-size", "200"],
             r"data\.tokenizer=bytes: has 260 ids, model\.vocab_size=200",
         ),
-        (["train", "none.py"], r"none\.py:config: cannot be imported \(ImportError: no such file\)"),
-        (["train", "syntax.py"], r"syntax\.py:config: cannot be imported \(SyntaxError: .*\)"),
-        (["train", "other.py"], r"other\.py:config: cannot be imported \(AttributeError: .*\)"),
+        (["train", "none.py"], r"none\.py: no such file"),
+        (["train", "syntax.py"], r"syntax\.py: SyntaxError: .*"),
+        (["train", "other.py"], r"other\.py: AttributeError: .*"),
         (["train", "number.py"], r"number\.py: returns int, not TrainConfig"),
+        (["train", "unknown.py"], r"unknown\.py, line 4: TypeError: .*unexpected keyword argument 'stepz'"),
+        (["train", "undefined.py"], r"undefined\.py, line 1: NameError: name 'nothing' is not defined"),
+        (["train", "constant.py"], r"constant\.py:config: is not a function"),
+        (["train", "json.py"], r"json\.py: returns int, not TrainConfig"),
+        (["train", "tiny", "--run-dir", "syntax.py"], r"syntax\.py: cannot be used as a run directory \(.*\)"),
+        (["train", "tiny", "--seed", "-1"], r"seed=-1: must not be negative"),
+        (["train", "tiny", "--model.rope-theta", "0"], r"model: rope_theta=0\.0: must be positive and finite"),
+        (["train", "tiny", "--model.eos-token-id", "9999"], r"model: eos_token_id=\(9999,\): the vocabulary is 0\.\.2047"),
         (["generate", "nowhere"], r"nowhere: no such directory"),
         (["generate"], r"usage: glm5 generate DIR .*"),
         (["generate", "empty"], r".*empty.*config\.json.*"),
@@ -180,6 +188,13 @@ def test_a_mistake_is_one_line_and_nothing_is_written(glm5, tmp_path, monkeypatc
     (tmp_path / "syntax.py").write_text("def config(:\n")
     (tmp_path / "other.py").write_text("x = 1\n")
     (tmp_path / "number.py").write_text("def config():\n    return 3\n")
+    (tmp_path / "json.py").write_text("def config():\n    return 3\n")
+    (tmp_path / "constant.py").write_text("config = 3\n")
+    (tmp_path / "undefined.py").write_text("x = nothing\n")
+    (tmp_path / "unknown.py").write_text(
+        "import dataclasses\nfrom glm5_jax.train import stages\ndef config():\n"
+        "    return dataclasses.replace(stages.tiny(), stepz=3)\n"
+    )
     before = {p.name for p in tmp_path.iterdir()}
     line = refused(glm5(*arguments))
     assert re.fullmatch(message, line), line
@@ -338,3 +353,45 @@ def test_the_real_command_refuses_and_helps_in_a_process_of_its_own(tmp_path):
     usage = run("--help")
     assert usage.returncode == 0 and usage.stdout.startswith("usage: glm5 VERB") and usage.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_text_is_refused(glm5, place, tmp_path, monkeypatch):
+    prompt = b"\xff\xfe".decode("utf-8", "surrogateescape")  # how Python hands over such an argument
+    assert refused(glm5("generate", place / "run", "--prompt", prompt)) == "prompt: is not UTF-8"
+    (tmp_path / "one.txt").write_text("x")
+    line = refused(glm5("eval", place / "run", "--sources", tmp_path / "one.txt"))
+    assert re.fullmatch(r"sources: .*", line)
+
+
+def test_eval_reads_other_fields_and_endings(glm5, place, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"content": TEXT}) + "\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.weird").write_text(TEXT)
+    outs = [
+        glm5("eval", place / "run", "--sources", place / "text.txt", "--json"),
+        glm5("eval", place / "run", "--sources", tmp_path / "a.jsonl", "--text-field", "content", "--json"),
+        glm5("eval", place / "run", "--sources", tmp_path / "folder", "--extensions", ".weird", "--json"),
+    ]
+    assert [status for status, _, _ in outs] == [0, 0, 0]
+    assert len({out.splitlines()[-1] for _, out, _ in outs}) == 1
+
+
+def test_a_first_start_that_fails_leaves_nothing_and_can_be_corrected(glm5, place, tmp_path):
+    start = ["train", place / "mine.py", "--run-dir", tmp_path / "r", "--steps", "1", "--data.tokenizer"]
+    line = refused(glm5(*start, "bpe:400"))
+    assert re.fullmatch(r"data\.tokenizer=bpe:400: has 400 ids, model\.vocab_size=.*", line)
+    assert not (tmp_path / "r").exists()
+    assert glm5(*start, "bpe:270")[0] == 0
+
+
+def test_a_second_process_in_a_run_directory_is_refused(glm5, place, tmp_path):
+    import fcntl
+    import os
+
+    (tmp_path / "r").mkdir()
+    handle = os.open(tmp_path / "r", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    line = refused(glm5("train", place / "mine.py", "--run-dir", tmp_path / "r"))
+    os.close(handle)
+    assert line.endswith("/r: another process is training here")
+    assert list((tmp_path / "r").iterdir()) == []

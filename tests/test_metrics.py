@@ -155,3 +155,23 @@ def test_progress_on_a_terminal_is_a_live_line():
         progress.say("above")
     text = out.getvalue()
     assert "step 2/4" in text and "loss 1.2500  1,000 tokens/s" in text and "above" in text
+
+
+def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path):
+    said = []
+    metrics = Metrics(tmp_path, say=said.append)
+    metrics.write(1, {"loss": 1.0})
+    disk, full = metrics._file, open("/dev/full", "a")  # every write to it fails with ENOSPC
+    metrics._file = full
+    metrics.write(2, {"loss": 2.0})
+    metrics.write(3, {"loss": 3.0})
+    metrics._file = disk
+    metrics.write(4, {"loss": 4.0})
+    metrics.close()
+    assert said == ["metrics cannot be written (No space left on device); the run goes on"]
+    assert [line["step"] for line in read(tmp_path)] == [1, 4]
+    metrics = Metrics(tmp_path, 4, say=said.append)
+    metrics._file.close()
+    metrics._file = full  # closing it flushes what it still holds, and is refused again
+    metrics.close()
+    assert len(said) == 2

@@ -348,3 +348,23 @@ def test_a_cache_without_room_is_refused(micro, tokens):
     cache = model(tokens[:1, :6], cache=empty_cache(model.cfg, 1, 8)).cache
     with pytest.raises(UserError, match="6 of 8 slots are in use, 4 more"):
         model(tokens[:1, :4], cache=cache)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(tokens=[[1.5, 2.5]]), r"tokens: dtype float64, need integers"),
+        (dict(tokens=[[]]), r"tokens: no token in the rows"),
+        (dict(tokens=[1, 2]), r"tokens: shape \(2,\), need \[B,T\]"),
+        (dict(tokens=[[1, 32]]), r"token ids 1\.\.32: the vocabulary is 0\.\.31"),
+        (dict(tokens=[[1, -1]]), r"token ids -1\.\.1: the vocabulary is 0\.\.31"),
+        (dict(tokens=[[1, 2, 3]], positions=[0, 1, 2]), r"positions: shape \(3,\), tokens have \(1, 3\)"),
+        (dict(tokens=[[1, 2, 3]], segment_ids=[[1, 1]]), r"segment_ids: shape \(1, 2\), tokens have \(1, 3\)"),
+        (dict(tokens=[[1, 2]], collect="hiden"), r"collect=\['hiden'\]: allowed are hidden, selected, .*"),
+    ],
+)
+def test_bad_arguments_of_a_call_are_one_line(micro, arguments, message):
+    arguments = {k: v if k == "collect" else np.array(v) for k, v in arguments.items()}
+    with pytest.raises(UserError, match=message) as error:
+        micro()[0](**arguments)
+    assert "\n" not in str(error.value)

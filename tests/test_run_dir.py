@@ -76,10 +76,11 @@ def test_a_network_must_be_a_glm5(config):
     assert runs.network_class(config).__name__ == "Glm5"
     for name, message in {
         "glm5_jax.model:Output": r"not a subclass of Glm5",
-        "glm5_jax.model:Nothing": r"cannot be imported \(AttributeError: .*\)",
-        "nowhere/net.py:Net": r"cannot be imported \(ImportError: no such file\)",
+        "glm5_jax.model:Nothing": r"AttributeError: .*",
+        "nowhere/net.py:Net": r"no such file",
     }.items():
-        with pytest.raises(UserError, match=rf"{name}: {message}$"):
+        where = name if name.endswith("Output") else name.rpartition(":")[0]
+        with pytest.raises(UserError, match=rf"{where}: {message}$"):
             runs.network_class(dataclasses.replace(config, network=name))
 
 

@@ -253,3 +253,10 @@ def test_a_damaged_cache_is_named(tmp_path, folder):
     np.save(tokens, np.load(tokens)[:-1])
     with pytest.raises(UserError, match="damaged token cache, delete both"):
         load(tmp_path, folder)
+
+
+def test_a_link_to_nothing_is_passed_over(tmp_path, folder):
+    before = documents_of(load(tmp_path, str(folder))[0].train[0])
+    (folder / "gone.py").symlink_to(folder / "nowhere.py")
+    (folder / "loop.py").symlink_to(folder / "loop.py")
+    assert len(before) > 1 and documents_of(load(tmp_path, str(folder))[0].train[0]) == before

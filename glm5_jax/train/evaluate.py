@@ -33,6 +33,8 @@ def bits_per_byte(loss_sum, params: dict, batches: Iterable[dict], progress: Cal
       loss_sum: from `make_loss_sum`.
       batches: from `data.held_out_batches`: tokens, segment_ids, positions [B,T], and "bytes" of text in the targets.
       progress: called with the number of batches done.
+    Returns:
+      Bits per byte, NaN if the targets stand for no byte at all.
     """
     nats, size = 0.0, 0
     for i, batch in enumerate(batches):
@@ -41,4 +43,4 @@ def bits_per_byte(loss_sum, params: dict, batches: Iterable[dict], progress: Cal
         size += batch["bytes"]
         if progress:
             progress(i + 1)
-    return nats / (math.log(2) * size)
+    return nats / (math.log(2) * size) if size else math.nan

@@ -6,7 +6,9 @@ bit-identical to those of a run that was never stopped.
 
 import contextlib
 import dataclasses
+import fcntl
 import math
+import os
 import pathlib
 import shutil
 import signal
@@ -71,48 +73,66 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
       Stopped: after a signal.
     """
     run_dir = pathlib.Path(run_dir)
-    if resume and (run_dir / "config.json").exists():
-        runs.check_same(runs.read_config(run_dir), config, run_dir)
-    # A mistake in the settings or the data is found before anything of an earlier run is touched.
-    corpus = _load_corpus(config, run_dir, resume)
-    vocabulary = corpus.tokenizer.vocab_size
-    check(
-        vocabulary <= config.model.vocab_size,
-        f"data.tokenizer={config.data.tokenizer}: has {vocabulary} ids, model.vocab_size={config.model.vocab_size}",
-    )
-    run = Run(config, run_dir, corpus)
-    if not resume:
-        _start_over(run_dir)
-    print(run.header())
-    return run.train()
+    with _only_one(run_dir):
+        fresh = not resume or not (run_dir / "config.json").exists()
+        if not fresh:
+            runs.check_same(runs.read_config(run_dir), config, run_dir)
+        # A mistake in the settings or the data is found before anything of an earlier run is touched.
+        data = run_dir / ("data.new" if fresh else "data")
+        try:
+            run = Run(config, run_dir, _load_corpus(config, data, fresh))
+        except BaseException:
+            if fresh:
+                shutil.rmtree(data, ignore_errors=True)
+                with contextlib.suppress(OSError):  # not empty: it holds an earlier run
+                    run_dir.rmdir()
+            raise
+        if fresh:
+            _start_over(run_dir)
+            data.rename(run_dir / "data")
+        print(run.header())
+        return run.train()
 
 
-def _load_corpus(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> Corpus:
-    """The corpus; on failure the directory is as it was. A run that starts over trains its tokenizer again."""
-    trained, aside = run_dir / "data" / "tokenizer.json", run_dir / "data" / "tokenizer.json.old"
-    if aside.exists() and not trained.exists():
-        aside.replace(trained)  # killed in here
-    if not resume and trained.exists():
-        trained.replace(aside)
+@contextlib.contextmanager
+def _only_one(run_dir: pathlib.Path):
+    """Holds the run directory: a second process that trains in it would take this one's checkpoints for leftovers."""
     try:
-        with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
-            task = bar.add_task("reading the corpus", total=None)
-            return load_corpus(
-                config.data, run_dir / "data", lambda done, total: bar.update(task, completed=done, total=total)
-            )
-    except BaseException:
-        if not resume and aside.exists():
-            aside.replace(trained)
-        with contextlib.suppress(OSError):  # not empty: it holds more than this attempt
-            (run_dir / "data").rmdir()
-            run_dir.rmdir()
-        raise
-    finally:
-        aside.unlink(missing_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(run_dir, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be used as a run directory ({error.strerror})") from None
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        try:
+            if jax.process_index() == 0:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_dir}: another process is training here") from None
+        yield
+
+
+def _load_corpus(config: TrainConfig, data: pathlib.Path, fresh: bool) -> Corpus:
+    """The corpus, its tokens and tokenizer kept in `data`; checked against the model."""
+    if fresh:
+        shutil.rmtree(data, ignore_errors=True)  # of an attempt that was killed
+    with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("reading the corpus", total=None)
+        corpus = load_corpus(config.data, data, lambda done, total: bar.update(task, completed=done, total=total))
+    name, tokenizer, model = config.data.tokenizer, corpus.tokenizer, config.model
+    check(
+        tokenizer.vocab_size <= model.vocab_size,
+        f"data.tokenizer={name}: has {tokenizer.vocab_size} ids, model.vocab_size={model.vocab_size}",
+    )
+    check(
+        tokenizer.eos_id in model.eos_token_id,
+        f"data.tokenizer={name}: ends documents in id {tokenizer.eos_id}, but model.eos_token_id={model.eos_token_id}",
+    )
+    return corpus
 
 
 def _start_over(run_dir: pathlib.Path) -> None:
-    for name in ("checkpoints", "metrics.jsonl", "config.json"):
+    for name in ("checkpoints", "metrics.jsonl", "config.json", "data"):
         path = run_dir / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     for events in run_dir.glob("events.out.tfevents.*"):
@@ -175,7 +195,7 @@ class Run:
         if start > self.config.steps:
             raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
         _write_config(self.run_dir, self.config)
-        self.metrics = Metrics(self.run_dir, start)
+        self.metrics = Metrics(self.run_dir, start, say=lambda text: self.say(text))
         progress = Progress(self.config.steps, start)
         try:
             with progress, self._signals():
@@ -287,6 +307,9 @@ class Run:
         score = bits_per_byte(
             self.loss_sum, state.params, held_out_batches(self.corpus, self.config.data, size, limit)
         )
+        if math.isnan(score):
+            self.say(f"step {step}: the held-out text is too short, there is no byte to predict")
+            return score
         if jax.process_index() == 0:
             self.metrics.write(step, {"bits_per_byte": score, "held_out_rows": rows})
         self.say(f"step {step}: held-out bits per byte {score:.4f}{'' if rows == 0 else f' (first {rows} rows)'}")

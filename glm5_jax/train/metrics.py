@@ -4,18 +4,22 @@
 their digits, so that two runs can be compared bit for bit. NaN and infinity are the strings "nan", "inf", "-inf".
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rich.console
 import rich.progress
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from glm5_jax.errors import UserError
 
@@ -29,8 +33,11 @@ _PLAIN_EVERY_S = 10.0  # between two lines of progress when nobody watches a ter
 class Metrics:
     """The record of one run, open for appending. On a pod only process 0 makes one."""
 
-    def __init__(self, run_dir: str | Path, step: int = 0):
+    def __init__(self, run_dir: str | Path, step: int = 0, say: Callable[[str], None] = print):
         """Opens the record of a run that stands at `step`.
+
+        A disk that refuses (full, over quota) never stops the run: `say` receives one line, and what could not be written
+        is tried again with the next step.
 
         Lines of later steps, written after the checkpoint the run resumes from, are dropped: these steps are run again.
         So is a last line torn by a kill.
@@ -41,23 +48,42 @@ class Metrics:
         if path.exists():
             _rewrite(path, [line for line in _parse(path) if line["step"] <= step])
         self._file = path.open("a", encoding="utf-8")
+        self._say, self._refused = say, False
         # NaN is a value like others here; the writer's warning about each one would tear the live line.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        self._events = tensorboardX.SummaryWriter(str(run_dir), purge_step=step + 1)
+        # Not SummaryWriter: its thread would print a traceback of its own when the disk is full.
+        self._events = EventsWriter(str(run_dir / "events"), f".{step}")
+        restart = SessionLog(status=SessionLog.START)  # TensorBoard then drops what an earlier start wrote from here on
+        self._events.write_event(Event(wall_time=time.time(), step=step + 1, session_log=restart))
 
     def write(self, step: int, values: dict[str, float | np.ndarray]) -> None:
         """Appends one line, flushed on return. An array goes to TensorBoard as one curve per index, `name/3`."""
         line = {"step": int(step)} | {name: _plain(value) for name, value in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            for curve, scalar in _curves(name, np.asarray(value)):
-                self._events.add_scalar(curve, scalar, step)
+        with self._tolerant():
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        with self._tolerant():
+            for name, value in values.items():
+                for curve, scalar in _curves(name, np.asarray(value)):
+                    event = Event(wall_time=time.time(), step=int(step), summary=summary.scalar(curve, scalar))
+                    self._events.write_event(event)
+            self._events.flush()
 
     def close(self) -> None:
         """Flushes and closes both files."""
-        self._file.close()
-        self._events.close()
+        for file in (self._file, self._events):
+            with self._tolerant():
+                file.close()
+
+    @contextlib.contextmanager
+    def _tolerant(self):
+        """Lets a refusing disk pass, with one line; the files keep what they could not write in their buffers."""
+        try:
+            yield
+        except OSError as error:
+            if not self._refused:
+                self._say(f"metrics cannot be written ({error.strerror or error}); the run goes on")
+            self._refused = True
 
 
 def read(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -83,7 +109,7 @@ def plot(run_dir: str | Path, path: str | Path) -> None:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise UserError("plot: needs matplotlib, which is not installed: pip install matplotlib") from error
-    panels = {LOSS: "training loss (nats per token)", HELD_OUT: "held-out text (bits per byte)"}
+    panels = {LOSS: "training loss, MTP included (nats per token)", HELD_OUT: "held-out text (bits per byte)"}
     lines = read(run_dir)
     curves = {name: [(line["step"], line[name]) for line in lines if name in line] for name in panels}
     curves = {name: curve for name, curve in curves.items() if curve}

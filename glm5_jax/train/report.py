@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import math
 import pathlib
+import sys
 import tempfile
 
 import numpy as np
+import rich.progress
 
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
@@ -16,6 +19,7 @@ from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpu
 from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
 from glm5_jax.train.metrics import plot
 from glm5_jax.train.sources import list_files, parse_source
+from glm5_jax.train.step import LossConfig
 from glm5_jax.train.token_cache import tokenised
 
 
@@ -52,8 +56,9 @@ def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 9
         for d in range(len(documents)):
             text = tokenizer.decode(documents[d][:4000])
             start = text.find("\ndef ")
-            if start >= 0 and len(text) - start > prompt_bytes:
-                prompt = text[start + 1 : start + 1 + prompt_bytes]
+            end = text.find("\n", start + prompt_bytes)
+            if start >= 0 and end > 0:
+                prompt = text[start + 1 : end + 1]
                 break
         if prompt:
             break
@@ -80,23 +85,32 @@ def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
     limit = model.cfg.max_position_embeddings
     check(seq_len <= limit, f"seq_len={seq_len}: the position limit is {limit}")
     if options.sources:
-        corpus = whole_corpus(options.sources, tokenizer)
+        data = dataclasses.replace(
+            data,
+            sources=options.sources,
+            extensions=options.extensions or data.extensions,
+            text_field=options.text_field or data.text_field,
+        )
+        corpus = whole_corpus(data, tokenizer)
     else:
         corpus = load_corpus(data, path / "data")
-    config = DataConfig(sources=options.sources or data.sources, seq_len=seq_len)
+    config = dataclasses.replace(data, seq_len=seq_len)
     batches = held_out_batches(corpus, config, options.batch_rows, -(-options.rows // options.batch_rows) or None)
     graphdef, params = split(model)
-    score = bits_per_byte(make_loss_sum(graphdef, 1024), params, batches)
+    with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("evaluating", total=None)
+        loss_sum = make_loss_sum(graphdef, LossConfig().chunk)
+        score = bits_per_byte(loss_sum, params, batches, lambda done: bar.update(task, completed=done))
+    check(not math.isnan(score), "sources: too short, there is no byte of text to predict")
     print(f"{corpus.summary}\nbits per byte: {score:.4f}")
     if options.json:
         print(json.dumps({"bits_per_byte": score}))
     return 0
 
 
-def whole_corpus(sources: tuple[str, ...], tokenizer) -> Corpus:
-    """A corpus of which everything is held out."""
-    config = DataConfig(sources=sources)
-    paths, weights = zip(*map(parse_source, sources))
+def whole_corpus(config: DataConfig, tokenizer) -> Corpus:
+    """The sources of `config`, all of it held out."""
+    paths, weights = zip(*map(parse_source, config.sources))
     with tempfile.TemporaryDirectory() as cache:
         files = [list_files(path, config.extensions) for path in paths]
         field, cache_dir = config.text_field, pathlib.Path(cache)

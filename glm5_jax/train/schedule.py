@@ -6,6 +6,7 @@ train state counts steps only.
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -29,7 +30,8 @@ class LearningRate:
     warmup_steps: int = 100  # steps of linear warm-up from 0
 
     def __post_init__(self):
-        check(self.peak > 0 and self.final >= 0, f"lr: peak={self.peak} must be positive, final={self.final} not negative")
+        check(self.peak > 0 and math.isfinite(self.peak), f"lr.peak={self.peak}: must be positive and finite")
+        check(self.final >= 0 and math.isfinite(self.final), f"lr.final={self.final}: must be finite and not negative")
         check(self.warmup_steps >= 0, f"lr.warmup_steps={self.warmup_steps}: must not be negative")
 
     def schedule(self, steps: int) -> optax.Schedule:

@@ -76,7 +76,10 @@ def _walk(root: Path, wanted: tuple[str, ...], source: str) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         if source == STDLIB:
             subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages")]
-        yield from (Path(folder, name) for name in names if name.lower().endswith(wanted))
+        # A link to nothing holds no text; real trees have them.
+        yield from (
+            Path(folder, name) for name in names if name.lower().endswith(wanted) and os.path.exists(Path(folder, name))
+        )
 
 
 def _file(name: str, path: Path) -> File:

@@ -42,6 +42,8 @@ class TrainConfig:
 
     def __post_init__(self):
         check(self.steps >= 1, f"steps={self.steps}: must be at least 1")
+        check(self.seed >= 0, f"seed={self.seed}: must not be negative")
+        check(0 <= self.profile[0] <= self.profile[1], f"profile={self.profile}: first and last step, rising from 0")
         check(self.micro_rows >= 1, f"micro_rows={self.micro_rows}: must be at least 1")
         check(self.eval_every >= 1, f"eval_every={self.eval_every}: must be at least 1")
         check(self.eval_rows >= 0, f"eval_rows={self.eval_rows}: must not be negative")
