@@ -169,7 +169,6 @@ def test_usage_lists_the_verbs(glm5):
         (["train", "tiny", "--run-dir", "syntax.py"], r"syntax\.py: cannot be used as a run directory \(.*\)"),
         (["train", "tiny", "--seed", "-1"], r"seed=-1: must not be negative"),
         (["train", "tiny", "--model.rope-theta", "0"], r"model: rope_theta=0\.0: must be positive and finite"),
-        (["train", "tiny", "--model.eos-token-id", "9999"], r"model: eos_token_id=\(9999,\): the vocabulary is 0\.\.2047"),
         (["generate", "nowhere"], r"nowhere: no such directory"),
         (["generate"], r"usage: glm5 generate DIR .*"),
         (["generate", "empty"], r".*empty.*config\.json.*"),
@@ -269,7 +268,7 @@ def test_generate_prints_prompt_and_greedy_continuation_from_both_directories(gl
 def test_generate_reads_standard_input_and_its_seed_decides(glm5, place, monkeypatch):
     outs = []
     for seed in (0, 0, 1):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("gamma"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"gamma")))
         arguments = ("--prompt", "-", "--temperature", "1.5", "--top-p", "0.95", "--seed", seed, "--max-new-tokens", 20)
         outs.append(glm5("generate", place / "run", *arguments)[1])
     assert outs[0] == outs[1] != outs[2] and all(out.startswith("gamma") for out in outs)
@@ -377,9 +376,10 @@ def test_eval_reads_other_fields_and_endings(glm5, place, tmp_path):
 
 
 def test_a_first_start_that_fails_leaves_nothing_and_can_be_corrected(glm5, place, tmp_path):
-    start = ["train", place / "mine.py", "--run-dir", tmp_path / "r", "--steps", "1", "--data.tokenizer"]
-    line = refused(glm5(*start, "bpe:400"))
-    assert re.fullmatch(r"data\.tokenizer=bpe:400: has 400 ids, model\.vocab_size=.*", line)
+    start = ["train", place / "mine.py", "--run-dir", tmp_path / "r", "--steps", "1", "--model.vocab-size", "280"]
+    start += ["--data.tokenizer"]
+    line = refused(glm5(*start, "bpe:290"))
+    assert line == "data.tokenizer=bpe:290: has 290 ids, model.vocab_size=280"
     assert not (tmp_path / "r").exists()
     assert glm5(*start, "bpe:270")[0] == 0
 

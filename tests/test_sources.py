@@ -218,11 +218,9 @@ def test_bad_columns_and_records(tmp_path):
 
 def test_bad_paths(tmp_path, folder):
     (tmp_path / "hollow").mkdir()
-    (Path(folder) / "dangling.txt").symlink_to(tmp_path / "gone")
     for path, message in (
         (tmp_path / "missing", "missing: no such file or folder"),
         (tmp_path / "hollow", "hollow: no file in this folder ends in any of"),
-        (folder, "dangling.txt: cannot be read"),
     ):
         with pytest.raises(UserError, match=message):
             load(tmp_path, str(path))
@@ -257,6 +255,6 @@ def test_a_damaged_cache_is_named(tmp_path, folder):
 
 def test_a_link_to_nothing_is_passed_over(tmp_path, folder):
     before = documents_of(load(tmp_path, str(folder))[0].train[0])
-    (folder / "gone.py").symlink_to(folder / "nowhere.py")
-    (folder / "loop.py").symlink_to(folder / "loop.py")
+    (Path(folder) / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (Path(folder) / "loop.txt").symlink_to(Path(folder) / "loop.txt")
     assert len(before) > 1 and documents_of(load(tmp_path, str(folder))[0].train[0]) == before
