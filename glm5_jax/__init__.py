@@ -25,8 +25,8 @@ def load(path: str | os.PathLike, dtype: str = "float32", mesh=None, **overrides
 
     Args:
       path: a directory with config.json and *.safetensors, or one that `glm5 train` wrote.
-      dtype: "float32", "bfloat16" or (with jax_enable_x64) "float64", of parameters and matrix products; a run
-        directory's parameters stay float32.
+      dtype: "float32", "bfloat16" or (with jax_enable_x64) "float64", of parameters and matrix products; the
+        router bias stays float32.
       mesh: must be None; the model is placed on the default device.
       **overrides: fields of `ModelConfig`, e.g. latent_norm_eps=1e-6 to match transformers.
     Raises:
@@ -40,7 +40,7 @@ def load(path: str | os.PathLike, dtype: str = "float32", mesh=None, **overrides
     check(dtype != "float64" or jax.config.jax_enable_x64, "dtype=float64: needs jax.config.update('jax_enable_x64', True)")
     check(pathlib.Path(path).is_dir(), f"{path}: no such directory")
     if (pathlib.Path(path) / "checkpoints").is_dir():
-        return load_run(path, dtype=dtype, **overrides)
+        return load_run(path, dtype, **overrides)
     return load_hf(path, dtype, **overrides)
 
 

@@ -203,18 +203,9 @@ def convert(arguments: list[str]) -> int:
     options = parse(ConvertOptions(), rest, "glm5 convert DIR OUT", "Writes a Hugging Face checkpoint directory.")
     import shutil
 
-    import jax
-
     import glm5_jax
-    from glm5_jax.layers.param import Spec
-    from glm5_jax.model import merge, specs, split
 
-    model = glm5_jax.load(source, options.dtype)
-    graphdef, params = split(model)
-    kinds = jax.tree.map(lambda spec: spec.kind, specs(model), is_leaf=lambda leaf: isinstance(leaf, Spec))
-    # The parameters of a run are float32 whatever the dtype of the computation.
-    params = jax.tree.map(lambda x, kind: x if kind == "router_bias" else x.astype(options.dtype), params, kinds)
-    glm5_jax.save(merge(graphdef, params), target)
+    glm5_jax.save(glm5_jax.load(source, options.dtype), target)
     for tokenizer in (pathlib.Path(source) / "tokenizer.json", pathlib.Path(source) / "data" / "tokenizer.json"):
         if tokenizer.is_file():
             shutil.copyfile(tokenizer, pathlib.Path(target) / "tokenizer.json")

@@ -152,6 +152,13 @@ def _check_indexer_layers(c: ModelConfig) -> None:
     check(c.layer_kinds[0][1], "indexer_types: layer 0 must own an indexer (full), it has nothing to share")
 
 
+def override(cfg: ModelConfig, **fields) -> ModelConfig:
+    """`dataclasses.replace` that names unknown fields in a UserError."""
+    unknown = set(fields) - {f.name for f in dataclasses.fields(cfg)}
+    check(not unknown, f"unknown model setting: {', '.join(sorted(unknown))}")
+    return dataclasses.replace(cfg, **fields)
+
+
 def glm5(**overrides) -> ModelConfig:
     """GLM-5 and GLM-5.1, 743.9B parameters (paper Table 10)."""
     return dataclasses.replace(ModelConfig(), **overrides)

@@ -18,7 +18,7 @@ from glm5_jax.layers.block import Block, Memory, make_context
 from glm5_jax.layers.mla import Keys
 from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
-from glm5_jax.layers.param import declare
+from glm5_jax.layers.param import Spec, declare
 from glm5_jax.sparse.attention import Rows
 
 COLLECTABLE = ("hidden", "selected", "index_scores", "router", "mtp")
@@ -296,6 +296,13 @@ def specs(model: nnx.Module) -> dict:
     state = nnx.state(model)
     is_param = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=is_param))
+
+
+def cast(model: Glm5, dtype: str) -> Glm5:
+    """The model with its parameters in `dtype`, except the router bias: rounding it to bfloat16 changes the experts."""
+    graphdef, params = split(model)
+    kept = jax.tree.map(lambda spec: spec.kind == "router_bias", specs(model), is_leaf=lambda s: isinstance(s, Spec))
+    return merge(graphdef, jax.tree.map(lambda x, keep: x if keep else x.astype(dtype), params, kept))
 
 
 def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:

@@ -7,8 +7,7 @@ import pytest
 
 import reference
 from conftest import GOLDENS
-from glm5_jax.config import PRESETS, ModelConfig, glm5, glm5_2, glm47_flash, small, tiny
-from glm5_jax.convert.hf import override
+from glm5_jax.config import PRESETS, ModelConfig, glm5, glm5_2, glm47_flash, override, small, tiny
 from glm5_jax.convert.hf_config import config_from_hf, config_to_hf
 from glm5_jax.errors import UserError
 

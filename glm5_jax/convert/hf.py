@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from glm5_jax.config import ModelConfig, check
+from glm5_jax.config import ModelConfig, check, override
 from glm5_jax.convert.hf_config import config_from_hf, config_to_hf
 from glm5_jax.convert.safetensors_dir import TensorDirectory
 from glm5_jax.layers.param import Spec
@@ -134,20 +134,15 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", **overrides) -> Glm
     _check_tensors(path, table, files)
     model = abstract(cfg)
     graphdef, shapes = split(model)
+    bias = {piece.path for pieces in table.values() for piece in pieces if piece.spec.kind == "router_bias"}
     arrays = {
-        at: np.empty(leaf.shape, np.float32 if table_is_float32(at) else _numpy_dtype(dtype))
-        for at, leaf in _flat(shapes).items()
+        at: np.empty(leaf.shape, np.float32 if at in bias else _numpy_dtype(dtype)) for at, leaf in _flat(shapes).items()
     }
     for name, pieces in table.items():
         for piece, part in zip(pieces, from_published(files.read(name), pieces)):
             arrays[piece.path][piece.index] = part
     params = jax.tree_util.tree_map_with_path(lambda at, _: jax.numpy.asarray(arrays.pop(_keys(at))), shapes)
     return nnx.merge(graphdef, params)
-
-
-def table_is_float32(path: tuple) -> bool:
-    """Whether a parameter keeps float32 whatever the model's dtype: rounding the router bias changes the experts."""
-    return path[-1] == "router_bias"
 
 
 def save_hf(model: Glm5, path: str | os.PathLike, shard_bytes: int = _SHARD_BYTES) -> None:
@@ -206,13 +201,6 @@ def _write_tensors(model: Glm5, folder: pathlib.Path, shard_bytes: int) -> None:
         total = sum(math.prod(tensor_shape(p)) * params[p[0].path].dtype.itemsize for p in table.values())
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-def override(cfg: ModelConfig, **fields) -> ModelConfig:
-    """`dataclasses.replace` that names unknown fields in a UserError."""
-    unknown = set(fields) - {f.name for f in dataclasses.fields(cfg)}
-    check(not unknown, f"unknown model setting: {', '.join(sorted(unknown))}")
-    return dataclasses.replace(cfg, **fields)
 
 
 def _check_tensors(path, table: dict, files: TensorDirectory) -> None:

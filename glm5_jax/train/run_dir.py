@@ -9,10 +9,10 @@ import typing
 
 from flax import nnx
 
-from glm5_jax.config import check
+from glm5_jax.config import check, override
 from glm5_jax.convert.tokenizer import bpe_size, load_tokenizer
 from glm5_jax.importing import import_object
-from glm5_jax.model import Glm5, abstract, merge, split
+from glm5_jax.model import Glm5, abstract, cast, merge, split
 from glm5_jax.train.checkpoint import restore_params
 from glm5_jax.train.stages import TrainConfig
 
@@ -91,15 +91,13 @@ def network_class(config: TrainConfig) -> type[Glm5]:
     return network
 
 
-def load_run(run_dir: str | os.PathLike, **overrides) -> Glm5:
-    """The model of a run's newest good checkpoint, float32; overrides are fields of `ModelConfig`."""
+def load_run(run_dir: str | os.PathLike, dtype: str, **overrides) -> Glm5:
+    """The model of a run's newest good checkpoint; dtype and overrides as for `glm5_jax.load`."""
     config = read_config(run_dir)
-    from glm5_jax.convert.hf import override
-
-    model = abstract(override(config.model, **overrides), network_class(config))
+    model = abstract(override(config.model, dtype=dtype, **overrides), network_class(config))
     graphdef, template = split(model)
     _, params = restore_params(run_dir, template)
-    return merge(graphdef, params)
+    return cast(merge(graphdef, params), dtype)
 
 
 def fresh_model(config: TrainConfig) -> Glm5:
