@@ -29,7 +29,7 @@ def final_words(config, run_dir: pathlib.Path, result) -> str:
     curve = run_dir / "loss.png"
     try:
         plot(run_dir, curve)
-    except UserError as error:
+    except (UserError, OSError) as error:  # no matplotlib, a full disk: the run is done all the same
         curve = error
     return f"""
 held-out bits per byte: {result.bits_per_byte:.4f}
