@@ -13,6 +13,7 @@ import safetensors.numpy
 import reference
 from glm5_jax.convert.hf import load_hf
 from glm5_jax.model import Glm5
+from helpers_data import write_folder
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 
@@ -101,3 +102,9 @@ def micro():
 def tokens():
     """Two rows of 20 token ids for the micro models, which select 4 keys."""
     return np.random.default_rng(5).integers(0, 32, (2, 20))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Path of a folder with the small corpus of `helpers_data`."""
+    return write_folder(tmp_path / "texts")

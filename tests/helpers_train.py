@@ -20,16 +20,6 @@ MOE_LAYERS = 2
 
 
 @contextlib.contextmanager
-def quick_compile():
-    """Compiles in a fraction of the time: for programs that run once or twice."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
-@contextlib.contextmanager
 def compile_cache(folder: pathlib.Path):
     """Keeps compiled programs in a folder, so that starting a run again costs no compilation."""
     settings = {

@@ -16,9 +16,10 @@ import pytest
 import safetensors.numpy
 
 import glm5_jax
+from conftest import quick_compile
 from glm5_jax import cli
 from glm5_jax.train.stages import TrainConfig
-from helpers_train import compile_cache, log_softmax, quick_compile, write_corpus, write_run_config
+from helpers_train import compile_cache, log_softmax, write_corpus, write_run_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = "def f(x):\n    return x  # größer\n" * 3

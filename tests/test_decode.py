@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.serve.decode import Sampling, generate, sample, stream
-from helpers_train import lively_model, quick_compile, step_config
+from helpers_train import lively_model, step_config
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from conftest import quick_compile
 from glm5_jax.model import split
 from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
-from helpers_train import lively_model, log_softmax, packed_batch, quick_compile, step_config
+from helpers_train import lively_model, log_softmax, packed_batch, step_config
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,13 @@ import sys
 import numpy as np
 import pytest
 
+from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.train import loop
 from glm5_jax.train.checkpoint import CheckpointConfig
 from glm5_jax.train.data import batches, load_corpus
 from glm5_jax.train.loop import Stopped, train
-from helpers_train import compile_cache, load_run_config, quick_compile, recorded, write_corpus, write_run_config
+from helpers_train import compile_cache, load_run_config, recorded, write_corpus, write_run_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = list(range(1, 13))

@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
 from glm5_jax.train.step import flat, init_state, trainable_specs
-from helpers_train import flat_specs, lively_model, quick_compile, step_config
+from helpers_train import flat_specs, lively_model, step_config
 
 CFG = step_config()
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from conftest import quick_compile
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
 from glm5_jax.layers.moe import balance_loss
@@ -24,16 +25,7 @@ from glm5_jax.train.step import (
     move_router_bias,
     target_weights,
 )
-from helpers_train import (
-    MOE_LAYERS,
-    buffer_sizes,
-    flat_specs,
-    lively_model,
-    log_softmax,
-    packed_batch,
-    quick_compile,
-    step_config,
-)
+from helpers_train import MOE_LAYERS, buffer_sizes, flat_specs, lively_model, log_softmax, packed_batch, step_config
 
 T = 12
 RATE = np.float32(0.125)
