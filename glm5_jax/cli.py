@@ -231,8 +231,9 @@ def show(arguments: list[str]) -> int:
         raise UserError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
     from glm5_jax.convert.hf import count_parameters, tensor_list
 
-    tensors = tensor_list(PRESETS[name]())
-    without, total = count_parameters(PRESETS[name]())
+    cfg = PRESETS[name]()
+    tensors = tensor_list(cfg)
+    without, total = count_parameters(cfg, tensors)
     if options.tensors:
         for tensor, shape in tensors.items():
             print(f"{tensor} {list(shape)}")

@@ -8,8 +8,8 @@ import jax
 def compiler_options() -> dict:
     """Settings for XLA on the default backend.
 
-    On CPU, the fusion emitters of jax 0.10 take twice as long and twice the memory to compile a training step, for the
-    same speed (0.22 s and 0.21 s on `bench train-step`, interleaved). Later versions have no such switch.
+    On CPU, the fusion emitters of jax 0.10 take twice as long and twice the memory to compile a training step. Without
+    them a step is 3% slower on `bench train-step`, 10% with `--shape small`. Later versions have no such switch.
     """
     if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
         return {"xla_cpu_use_fusion_emitters": False}
@@ -31,6 +31,4 @@ def jit(function, **arguments):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return function(*args, **kwargs)
         return compiled()(*args, **kwargs)
-
-    call.lower = lambda *args, **kwargs: compiled().lower(*args, **kwargs)
     return call

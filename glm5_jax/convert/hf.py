@@ -86,10 +86,10 @@ def tensor_list(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tensor_shape(pieces) for name, pieces in tensor_table(cfg).items()}
 
 
-def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
-    """Parameters without and with the MTP layer, router biases included."""
+def count_parameters(cfg: ModelConfig, tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Parameters without and with the MTP layer, router biases included, of the `tensor_list` of cfg."""
     mtp = _layer_prefixes(cfg)["mtp"]
-    sizes = {name: math.prod(shape) for name, shape in tensor_list(cfg).items()}
+    sizes = {name: math.prod(shape) for name, shape in tensors.items()}
     return sum(size for name, size in sizes.items() if not name.startswith(mtp)), sum(sizes.values())
 
 
