@@ -31,4 +31,5 @@ def jit(function, **arguments):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return function(*args, **kwargs)
         return compiled()(*args, **kwargs)
+
     return call
