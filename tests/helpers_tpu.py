@@ -1,0 +1,51 @@
+"""Compiling for TPUs that are not there: libtpu compiles ahead of time for a described topology (tpu.md section 3.3).
+
+Nothing runs; what a test learns is whether the compiler accepts a program, and the memory it plans.
+"""
+
+import functools
+import importlib.util
+import os
+
+import jax
+import numpy as np
+import pytest
+
+TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+_ENVIRONMENT = {  # what libtpu would otherwise ask the TPU machine's metadata server for, or lock a file over
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_ACCELERATORS = {"v5p": "v5p-8", "v6e": "v6e-4", "tpu7x": "tpu7x-8"}
+
+
+def need_libtpu():
+    """Skips the calling test where libtpu is not installed; in CI, where it must be, fails it."""
+    if importlib.util.find_spec("libtpu") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")
+
+
+@functools.cache
+def tpu_sharding(topology: str) -> jax.sharding.NamedSharding:
+    """Replicated sharding on a mesh of one device of a topology such as "v5p:2x2x1"."""
+    need_libtpu()
+    os.environ.update(_ENVIRONMENT, TPU_ACCELERATOR_TYPE=_ACCELERATORS[topology.split(":")[0]])
+    from jax.experimental import topologies  # loads libtpu: the environment must be set before
+
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def compile_for(function, *shapes, topology: str) -> jax.stages.Compiled:
+    """Compiles function for one device of a topology; works while JAX_PLATFORMS is cpu.
+
+    Args:
+      function: takes arrays. shapes: pytrees of `jax.ShapeDtypeStruct`, its arguments. topology: one of `TOPOLOGIES`.
+    """
+    sharding = tpu_sharding(topology)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # how kernels learn the chip's facts
+        return jax.jit(function, out_shardings=sharding).lower(*shapes).compile()
