@@ -1,0 +1,1 @@
+"""Pallas kernels of DeepSeek Sparse Attention for TPUs."""
