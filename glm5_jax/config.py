@@ -59,6 +59,7 @@ class ModelConfig:
     eos_token_id: tuple[int, ...] = (154_820, 154_827, 154_829)  # ids that end a generation
     pad_token_id: int = 154_820  # id that fills finished rows
     attention: Literal["sparse", "dense"] = "sparse"  # sparse = attend to the indexer's top-k; dense = to all visible keys
+    sparse_implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"  # of the sparse attention; see README
     query_chunk: int = 512  # queries handled at once by attention; bounds its memory to query_chunk x S
     remat: Literal["none", "block"] = "none"  # block = recompute each layer's activations in the backward pass
     dtype: str = "float32"  # dtype of the matrix products; parameters keep their own
@@ -133,6 +134,10 @@ def _check_widths(c: ModelConfig) -> None:
     check(
         c.num_nextn_predict_layers in (0, 1),
         f"num_nextn_predict_layers={c.num_nextn_predict_layers}: one shared parameter set (1) or none (0)",
+    )
+    check(
+        c.index_topk <= c.max_position_embeddings,
+        f"index_topk={c.index_topk}: more than the position limit max_position_embeddings={c.max_position_embeddings}",
     )
     check(c.dtype in ("float32", "bfloat16", "float64"), f"dtype={c.dtype}: float32, bfloat16 or float64")
 

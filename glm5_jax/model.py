@@ -14,12 +14,12 @@ from flax import nnx
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, check
-from glm5_jax.layers.block import Block, Memory, make_context
-from glm5_jax.layers.mla import Keys
+from glm5_jax.layers.block import NOTHING, Block, Memory, make_context
+from glm5_jax.layers.mla import Keys, Selection
 from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import Spec, declare
-from glm5_jax.sparse.attention import Rows
+from glm5_jax.sparse.masks import Rows
 
 COLLECTABLE = ("hidden", "selected", "index_scores", "router", "mtp")
 
@@ -95,39 +95,41 @@ class Group(nnx.Module):
         self.repeats = repeats
         self.blocks = nnx.List([block(cfg, ffn, indexer, rngs, (repeats,)) for ffn, indexer in pattern])
 
-    def __call__(self, x, selected, ctx, keys, start, collect: frozenset):
+    def __call__(self, x, selection: Selection, ctx, keys, start, collect: frozenset):
         """Scans the layers.
 
         Args:
-          x: [B,T,D]. selected: int32 [B,T,K] of the last layer with an indexer before this group, or None.
+          x: [B,T,D]. selection: that of the last layer with an indexer before this group.
           keys: tuple over the pattern of cached `Keys` [repeats,B,S,...], or None. start: slot to write at.
         Returns:
-          (x, selected, keys, list over layers of aux).
+          (x, selection, keys, list over layers of aux).
         """
         graphdef, stacked = nnx.split(self.blocks)
+        shares = not all(indexer for _, indexer in self.cfg.layer_kinds)  # else no layer needs what another one chose
 
         def body(carry, scanned):
-            x, selected = carry
+            x, selection = carry
             params, keys = scanned
             new_keys, aux = [], []
             for i, block in enumerate(nnx.merge(graphdef, params)):
                 memory = None if keys is None else Memory(keys[i], start)
-                x, selected, now, layer_aux = block(x, ctx, selected, memory, collect=collect)
+                x, selection, now, layer_aux = block(x, ctx, selection, memory, collect=collect)
                 new_keys.append(now)
                 aux.append(layer_aux)
-            return (x, selected), (None if keys is None else tuple(new_keys), aux)
+            carry = (x, selection if shares else NOTHING)
+            return carry, (None if keys is None else tuple(new_keys), aux)
 
         if self.cfg.remat == "block":
             # The recomputation must not choose again: selections and expert choices are saved.
             saved = jax.checkpoint_policies.save_only_these_names("selected", "expert_ids")
             body = jax.checkpoint(body, policy=saved, prevent_cse=False)
-        if selected is None and self.blocks[0].attention.indexer is not None:
+        if not jax.tree.leaves(selection) and self.blocks[0].attention.indexer is not None:
             # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
-            first = jax.eval_shape(lambda: body((x, None), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])
-            selected = None if first is None else jnp.full(first.shape, -1, first.dtype)
-        (x, selected), (keys, aux) = jax.lax.scan(body, (x, selected), (stacked, keys))
+            first = jax.eval_shape(lambda: body((x, NOTHING), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])
+            selection = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), first)
+        (x, selection), (keys, aux) = jax.lax.scan(body, (x, selection), (stacked, keys))
         per_layer = [jax.tree.map(lambda a, r=r: a[r], layer) for r in range(self.repeats) for layer in aux]
-        return x, selected, keys, per_layer
+        return x, selection, keys, per_layer
 
 
 class Glm5(nnx.Module):
@@ -206,10 +208,10 @@ class Glm5(nnx.Module):
             positions = default_positions(key_segment, start, tokens.shape[1])
         slot = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         ctx = make_context(Rows(slot, segment_ids), key_segment, positions, self.cfg)
-        x, selected, aux, new_keys = self.embed(tokens), None, [], []
+        x, selection, aux, new_keys = self.embed(tokens), NOTHING, [], []
         for i, group in enumerate(self.groups):
             keys = None if cache is None else cache.keys[i]
-            x, selected, keys, layer_aux = group(x, selected, ctx, keys, start, collect)
+            x, selection, keys, layer_aux = group(x, selection, ctx, keys, start, collect)
             new_keys.append(keys)
             aux += layer_aux
         if cache is not None:

@@ -1,12 +1,15 @@
 """Attention in its three forms against loops in float64, in blocks of any size, with poisoned slots."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from glm5_jax.sparse import attention
-from glm5_jax.sparse.attention import Rows, softmax_weights, visible
+from glm5_jax.sparse import dense as dense_module
+from glm5_jax.sparse.masks import Rows, softmax_weights, visible
 
 B, T, S, N, R, P, V = 2, 13, 17, 3, 6, 4, 5
 RNG = np.random.default_rng(0)
@@ -15,9 +18,14 @@ SLOT = np.tile(np.arange(S - T, S), (B, 1))
 ROWS = Rows(jnp.asarray(SLOT), jnp.asarray(SEGMENT[:, S - T :]))
 
 
-dense = jax.jit(attention.dense, static_argnums=(5, 6))
-dense_latent = jax.jit(attention.dense_latent, static_argnums=(4, 5, 6))
-selected_latent = jax.jit(attention.selected_latent, static_argnums=(3, 4, 5))
+dense = jax.jit(dense_module.dense, static_argnums=(5, 6))
+dense_latent = jax.jit(dense_module.dense_latent, static_argnums=(4, 5, 6))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def selected_latent(q, latent, selected, rank, scale, block):
+    """(out, largest logit) of attention to a selection."""
+    return attention.attend(q, latent, selected, rank, scale, block)[:2]
 
 
 def seen_from(b, slot):

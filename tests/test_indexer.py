@@ -11,8 +11,8 @@ from glm5_jax.convert.hf import load_hf
 from glm5_jax.layers.mla import Context
 from glm5_jax.layers.rope import rotary_tables
 from glm5_jax.model import merge, split
-from glm5_jax.sparse.attention import Rows, visible
 from glm5_jax.sparse.indexer import index_scores
+from glm5_jax.sparse.masks import Rows, visible
 from glm5_jax.sparse.topk import MASKED
 
 EVERYTHING = np.ones((1, 1, 1), bool)
@@ -201,7 +201,7 @@ def test_head_weights_are_a_float32_product_in_a_bfloat16_model(golden):
     k = attention.indexer.keys(a, cos, sin)
     segment = jnp.ones((1, 256), jnp.int32)
     ctx = Context(cos, sin, Rows(jnp.arange(256)[None], segment), segment)
-    selected, _ = attention.select(cq, a, attention.keys(a, ctx), ctx, False)
+    selected = attention.select(attention.index(cq, a, attention.keys(a, ctx), ctx), ctx)
     dots = np.einsum("tij,sj->tis", np.asarray(q, np.float64)[0], np.asarray(k, np.float64)[0])
     scores = np.einsum("tis,ti->ts", np.maximum(dots, 0), exact)
     shared = 0

@@ -9,10 +9,10 @@ import pytest
 
 import reference
 from conftest import forward
-from glm5_jax.layers.mla import Context, Keys
+from glm5_jax.layers.mla import Context, Keys, Selection
 from glm5_jax.layers.rope import rotary_tables
 from glm5_jax.model import merge, split
-from glm5_jax.sparse.attention import Rows
+from glm5_jax.sparse.masks import Rows
 
 T = 20
 
@@ -44,7 +44,7 @@ def test_expanded_absorbed_and_gathered_forms_are_one_function(micro, bits, tole
         @jax.jit
         def every_form(a):
             cq, keys = layer.query_latent(a), layer.keys(a, ctx)
-            return [layer.attend(cq, keys, selected, ctx, absorbed=absorbed) for selected, absorbed in forms]
+            return [layer.attend(cq, keys, Selection(chosen), ctx, absorbed=absorbed)[:2] for chosen, absorbed in forms]
 
         (expanded, top), *others = every_form(a)
         assert expanded.dtype == f"float{bits}"
@@ -59,7 +59,7 @@ def test_bfloat16_forms_agree_to_its_precision(micro):
     @jax.jit
     def both_forms(a):
         cq, keys = layer.query_latent(a), layer.keys(a, ctx)
-        return [layer.attend(cq, keys, None, ctx, absorbed=flag)[0] for flag in (False, True)]
+        return [layer.attend(cq, keys, Selection(), ctx, absorbed=flag).out for flag in (False, True)]
 
     exact, _ = both_forms(a)
     for rounded in both_forms(a.astype(jnp.bfloat16)):
@@ -115,7 +115,7 @@ def test_the_softmax_scale_counts_nope_and_rope_width(micro):
     k = np.einsum("sr,rnc->snc", latent[:, :10], np.asarray(layer.k_up[...], np.float64))
     logits = np.einsum("tnc,snc->nts", q[..., :6], k) + np.einsum("tnp,sp->nts", q[..., 6:], latent[:, 10:])
     visible = np.tril(np.ones((T, T), bool))
-    _, top = layer.attend(cq, keys, None, ctx, absorbed=False)
+    top = layer.attend(cq, keys, Selection(), ctx, absorbed=False).max_logit
     np.testing.assert_allclose(top, logits[:, visible].max() / math.sqrt(6 + 4), rtol=1e-5)
 
 

@@ -71,7 +71,7 @@ def test_custom_attention_normalises_queries_as_written(example, small_config):
     base = super(example.QueryNormMla, attention)
     cq = jax.random.normal(jax.random.key(0), (1, 5, 16))
     from glm5_jax.layers.block import make_context
-    from glm5_jax.sparse.attention import Rows
+    from glm5_jax.sparse.masks import Rows
 
     slot = jnp.arange(5)[None]
     ctx = make_context(Rows(slot, jnp.ones_like(slot)), jnp.ones_like(slot), slot, small_config)

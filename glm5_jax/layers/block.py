@@ -6,13 +6,16 @@ import jax
 from flax import nnx
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.layers.mla import Context, Keys, Mla
+from glm5_jax.layers.mla import Context, Keys, Mla, Selection
 from glm5_jax.layers.mlp import Mlp
 from glm5_jax.layers.moe import Moe
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.layers.rope import rotary_tables
-from glm5_jax.sparse.attention import Rows
+from glm5_jax.sparse.indexer import index_scores
+from glm5_jax.sparse.masks import Rows, visible
+
+NOTHING = Selection()
 
 
 class Memory(NamedTuple):
@@ -56,7 +59,7 @@ class Block(nnx.Module):
         self,
         x: jax.Array,
         ctx: Context,
-        selected: jax.Array | None = None,
+        selection: Selection = NOTHING,
         memory: Memory | None = None,
         keys: Keys | None = None,
         reuse: bool = False,
@@ -65,13 +68,13 @@ class Block(nnx.Module):
         """Runs the layer.
 
         Args:
-          x: [B,T,D]. selected: int32 [B,T,K] of the nearest earlier layer with an indexer; used if this one has none.
+          x: [B,T,D]. selection: that of the nearest earlier layer with an indexer; used if this one has none.
           memory: cache to extend and to attend to; None = attend to this call's tokens only.
           keys: attend to these instead of this layer's own (MTP steps that share the KV of step 1).
-          reuse: use `selected` although the layer owns an indexer (MTP steps that share the selection of step 1).
+          reuse: use `selection` although the layer owns an indexer (MTP steps that share the selection of step 1).
           collect: names of intermediates to return.
         Returns:
-          (x, selected, keys used, aux): selected is None while all visible keys are attended to and nobody asked.
+          (x, selection, keys used, aux): the selection is empty while all visible keys are attended to and nobody asked.
         """
         cfg = self.cfg
         a = rms_norm(x, self.input_norm[...], cfg.rms_norm_eps)
@@ -81,28 +84,33 @@ class Block(nnx.Module):
         cq = self.attention.query_latent(a)
         sparse = cfg.attention == "sparse" and keys.latent.shape[1] > cfg.index_topk
         aux = {}
-        if self.attention.indexer is not None and not reuse and selected_is_needed(sparse, collect):
-            selected, scores = self.attention.select(cq, a, keys, ctx, "index_scores" in collect)
-            aux["index_scores"] = scores
-        y, top = self.attention.attend(cq, keys, selected if sparse else None, ctx, absorbed=memory is not None)
+        if self.attention.indexer is not None and not reuse:
+            selection, aux["index_scores"] = self._choose(cq, a, keys, ctx, sparse, collect)
+        used = selection if sparse else selection._replace(positions=None)
+        y, aux["max_logit"], aux["index_kl"] = self.attention.attend(cq, keys, used, ctx, absorbed=memory is not None)
         x = x + y
         m = rms_norm(x, self.ffn_norm[...], cfg.rms_norm_eps)
-        aux["max_logit"] = top
         if isinstance(self.ffn, Moe):
             y, routing, moe_aux = self.ffn(m, ctx.rows.segment != 0)
             aux |= moe_aux | {"router": routing}
         else:
             y = self.ffn(m)
         x = x + y
-        aux |= {"hidden": x, "selected": selected}
+        aux |= {"hidden": x, "selected": selection.positions}
         kept = {"max_logit", "balance", "load"} | collect
-        return x, selected, keys, {name: value for name, value in aux.items() if name in kept and value is not None}
+        return x, selection, keys, {name: value for name, value in aux.items() if name in kept and value is not None}
 
-
-def selected_is_needed(sparse: bool, collect: frozenset) -> bool:
-    """Whether a selection has to be computed: with S <= K it is all visible keys, so nothing but a caller wants it."""
-    return sparse or bool(collect & {"selected", "index_scores"})
-
+    def _choose(self, cq, a, keys: Keys, ctx: Context, sparse: bool, collect: frozenset):
+        """(this layer's own selection, index scores float32 [B,T,S] if asked for); only what is needed is computed."""
+        positions = sparse or bool(collect & {"selected", "index_scores"})  # with S <= K nothing but a caller wants them
+        if not positions and "index_kl" not in collect:
+            return NOTHING, None
+        index = self.attention.index(cq, a, keys, ctx)
+        scores = None
+        if "index_scores" in collect:
+            scores = index_scores(*jax.lax.stop_gradient(index), visible(ctx.rows, ctx.key_segment))
+        chosen = self.attention.select(index, ctx) if positions else None
+        return Selection(chosen, index if "index_kl" in collect else None), scores
 
 
 def make_context(rows: Rows, key_segment: jax.Array, positions: jax.Array, cfg: ModelConfig) -> Context:

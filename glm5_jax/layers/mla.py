@@ -16,10 +16,10 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.layers.rope import rotate
-from glm5_jax.sparse import attention
-from glm5_jax.sparse.attention import Rows
-from glm5_jax.sparse.indexer import Indexer, index_scores
-from glm5_jax.sparse.topk import select_top_k
+from glm5_jax.sparse import attention, reference
+from glm5_jax.sparse.dense import dense, dense_latent
+from glm5_jax.sparse.indexer import Index, Indexer
+from glm5_jax.sparse.masks import Rows
 
 
 class Context(NamedTuple):
@@ -39,6 +39,25 @@ class Keys(NamedTuple):
 
     latent: jax.Array
     index: jax.Array | None
+
+
+class Selection(NamedTuple):
+    """What a layer that owns an indexer hands to the layers it serves.
+
+    positions: int32 [B,T,min(K,S)], or None for all visible keys. index: what it was chosen by, kept only while the
+    indexer's loss is wanted, because the target of the loss is the attention of every layer served.
+    """
+
+    positions: jax.Array | None = None
+    index: Index | None = None
+
+
+class Attention(NamedTuple):
+    """out: [B,T,D]. max_logit: largest attention logit. index_kl: float32 [B,T], the indexer's loss of each query, or None."""
+
+    out: jax.Array
+    max_logit: jax.Array
+    index_kl: jax.Array | None
 
 
 class Mla(nnx.Module):
@@ -92,37 +111,50 @@ class Mla(nnx.Module):
         latent = jnp.concatenate([latent, rotate(kv[..., r:], ctx.cos, ctx.sin)], axis=-1)
         return Keys(latent, self.indexer.keys(a, ctx.cos, ctx.sin) if self.indexer else None)
 
-    def select(self, cq, a, keys: Keys, ctx: Context, with_scores: bool) -> tuple[jax.Array, jax.Array | None]:
-        """This layer's own selection int32 [B,T,min(K,S)], and the scores float32 [B,T,S] if asked for."""
+    def index(self, cq: jax.Array, a: jax.Array, keys: Keys, ctx: Context) -> Index:
+        """What this layer's own index scores are made from."""
         q, w = self.indexer.queries(cq, a, ctx.cos, ctx.sin)
+        return Index(q, keys.index, w)
 
-        def choose(q, w, rows):
-            scores = index_scores(q, keys.index, w, attention.visible(rows, ctx.key_segment))
-            chosen = select_top_k(scores, self.cfg.index_topk)
-            return (chosen, scores if with_scores else None), jnp.float32(0)
+    def select(self, index: Index, ctx: Context) -> jax.Array:
+        """This layer's own selection, int32 [B,T,min(K,S)]."""
+        cfg = self.cfg
+        chosen = attention.select(
+            index, ctx.rows, ctx.key_segment, cfg.index_topk, cfg.query_chunk, cfg.sparse_implementation
+        )
+        return checkpoint_name(chosen, "selected")
 
-        inputs = jax.lax.stop_gradient((q, w, ctx.rows))
-        (selected, scores), _ = attention.in_query_blocks(choose, self.cfg.query_chunk, *inputs)
-        return checkpoint_name(selected, "selected"), scores
-
-    def attend(self, cq, keys: Keys, selected, ctx: Context, absorbed: bool) -> tuple[jax.Array, jax.Array]:
-        """Attention output [B,T,D] and the largest attention logit; `selected` None = all visible keys."""
-        cfg, r = self.cfg, self.cfg.kv_lora_rank
-        scale = cfg.qk_head_dim**-0.5
+    def attend(self, cq, keys: Keys, selection: Selection, ctx: Context, absorbed: bool) -> Attention:
+        """Attention to the selected keys, or to all visible ones where there is no selection."""
         q = self.queries(cq, ctx)
-        w_k, w_v, w_o = (w[...].astype(q.dtype) for w in (self.k_up, self.v_up, self.out))
-        if selected is None and not absorbed:
-            c, k_rope = keys.latent[..., :r], keys.latent[..., r:]
-            k = jnp.einsum("bsr,rnc->bsnc", c, w_k)
-            k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-            k, v = jnp.concatenate([k, k_rope], axis=-1), jnp.einsum("bsr,rnv->bsnv", c, w_v)
-            o, top = attention.dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
+        if selection.positions is None and not absorbed:
+            o, top, kl = self._expanded(q, keys, selection.index, ctx)
         else:
-            c = cfg.qk_nope_head_dim
-            q = jnp.concatenate([jnp.einsum("btnc,rnc->btnr", q[..., :c], w_k), q[..., c:]], axis=-1)
-            if selected is None:
-                o, top = attention.dense_latent(q, keys.latent, ctx.rows, ctx.key_segment, r, scale, cfg.query_chunk)
-            else:
-                o, top = attention.selected_latent(q, keys.latent, selected, r, scale, cfg.query_chunk)
-            o = jnp.einsum("btnr,rnv->btnv", o, w_v)
-        return jnp.einsum("btnv,nvd->btd", o, w_o), top
+            o, top, kl = self._absorbed(q, keys, selection, ctx)
+        return Attention(jnp.einsum("btnv,nvd->btd", o, self.out[...].astype(o.dtype)), top, kl)
+
+    def _expanded(self, q, keys: Keys, index: Index | None, ctx: Context):
+        """(heads' outputs [B,T,N,V], largest logit, indexer's loss or None) over all visible keys."""
+        cfg, r = self.cfg, self.cfg.kv_lora_rank
+        c, k_rope = keys.latent[..., :r], keys.latent[..., r:]
+        k = jnp.einsum("bsr,rnc->bsnc", c, self.k_up[...].astype(q.dtype))
+        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
+        k, v = jnp.concatenate([k, k_rope], axis=-1), jnp.einsum("bsr,rnv->bsnv", c, self.v_up[...].astype(q.dtype))
+        scale = cfg.qk_head_dim**-0.5
+        o, top = dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
+        kl = None if index is None else reference.dense_kl(q, k, index, ctx.rows, ctx.key_segment, scale)
+        return o, top, kl
+
+    def _absorbed(self, q, keys: Keys, selection: Selection, ctx: Context):
+        """The same over the selection, or over all visible keys of a cache, all heads reading the latents."""
+        cfg, r, c = self.cfg, self.cfg.kv_lora_rank, self.cfg.qk_nope_head_dim
+        scale = cfg.qk_head_dim**-0.5
+        q = jnp.concatenate([jnp.einsum("btnc,rnc->btnr", q[..., :c], self.k_up[...].astype(q.dtype)), q[..., c:]], axis=-1)
+        if selection.positions is None:
+            o, top = dense_latent(q, keys.latent, ctx.rows, ctx.key_segment, r, scale, cfg.query_chunk)
+            kl = None
+        else:
+            o, top, kl = attention.attend(
+                q, keys.latent, selection.positions, r, scale, cfg.query_chunk, selection.index, cfg.sparse_implementation
+            )
+        return jnp.einsum("btnr,rnv->btnv", o, self.v_up[...].astype(q.dtype)), top, kl

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.layers.block import Block, make_context
+from glm5_jax.layers.block import NOTHING, Block, make_context
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
-from glm5_jax.sparse.attention import Rows
+from glm5_jax.sparse.masks import Rows
 
 
 class MtpStep(NamedTuple):
@@ -71,7 +71,7 @@ class Mtp(nnx.Module):
         """
         cfg = self.cfg
         share_selection = cfg.index_share_for_mtp_iteration or cfg.mtp_share_kv
-        results, selected, keys = [], None, None
+        results, selection, keys = [], NOTHING, None
         for d in range(1, steps + 1):
             ahead = jnp.pad(embedded[:, d:], ((0, 0), (0, min(d, embedded.shape[1])), (0, 0)))
             segment = jnp.where(same_document(segment_ids, d), segment_ids, 0)
@@ -85,12 +85,12 @@ class Mtp(nnx.Module):
             x = x @ self.project[...].astype(x.dtype)
             slot = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), segment.shape)
             ctx = make_context(Rows(slot, segment), segment, positions, cfg)
-            x, now_selected, now_keys, aux = self.block(
-                x, ctx, selected if share_selection else None, keys=keys if cfg.mtp_share_kv else None,
+            x, chosen, used, aux = self.block(
+                x, ctx, selection, keys=keys if cfg.mtp_share_kv else None,
                 collect=collect, reuse=share_selection and d > 1,
             )  # fmt: skip
             hidden = rms_norm(x, self.norm[...], cfg.rms_norm_eps)
             if d == 1:
-                selected, keys = now_selected, now_keys
-            results.append(MtpStep(hidden, now_selected, aux))
+                selection, keys = chosen, used
+            results.append(MtpStep(hidden, chosen.positions, aux))
         return results

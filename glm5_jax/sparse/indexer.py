@@ -4,6 +4,8 @@ I_{t,s} = sum_h w_{t,h} * ReLU(q_{t,h} . k_s * J^-0.5), float32. It reads the la
 latent, both detached: the LM loss never trains it.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +15,18 @@ from glm5_jax.layers.norm import at_least_float32, layer_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.layers.rope import rotate
 from glm5_jax.sparse.topk import MASKED
+
+
+class Index(NamedTuple):
+    """What index scores are made from.
+
+    Attributes:
+      q: index queries [B,T,I,J]. k: index keys [B,S,J]. w: head weights float32 [B,T,I], with the factor I^-0.5.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    w: jax.Array
 
 
 def index_scores(q: jax.Array, k: jax.Array, w: jax.Array, visible: jax.Array) -> jax.Array:

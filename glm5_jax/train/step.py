@@ -2,7 +2,8 @@
 
 The batch is [A,b,T]: A micro-batches of b rows, whose gradients add up. Every mean is taken over the whole batch, counted
 before the first micro-batch, so accumulation equals one large batch. Loss = cross entropy + MTP weight x mean over MTP
-steps + balance weight x sequence balance loss; there is no z-loss.
+steps + balance weight x sequence balance loss; there is no z-loss. The indexer's loss is added, but it reaches the indexers
+only, and nothing else reaches them.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx, traverse_util
 
-from glm5_jax.config import check
+from glm5_jax.config import ModelConfig, check
 from glm5_jax.layers.mtp import same_document, shift
 from glm5_jax.layers.param import Spec
 from glm5_jax.model import Glm5, merge, specs, split
@@ -35,11 +36,13 @@ class LossConfig:
 
     mtp_steps: int = 3  # tokens beyond the next one to predict; 0 = no MTP loss
     balance_weight: float = 1e-4  # of the sequence-level balance loss, summed over MoE layers
+    index_weight: float = 0.0  # of the indexer's loss, which trains nothing but the indexers; 0 = not computed
     chunk: int = 1024  # tokens of each row whose logits exist at the same time
 
     def __post_init__(self):
         check(self.mtp_steps >= 0, f"loss.mtp_steps={self.mtp_steps}: must not be negative")
         check(self.balance_weight >= 0, f"loss.balance_weight={self.balance_weight}: must not be negative")
+        check(self.index_weight >= 0, f"loss.index_weight={self.index_weight}: must not be negative")
         check(self.chunk >= 1, f"loss.chunk={self.chunk}: must be at least 1")
 
 
@@ -85,11 +88,12 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
       batch: tokens, segment_ids, positions int32 [b,T]; optional loss_mask bool [b,T]: tokens that count as targets.
       counts: from `count_targets` of the whole batch.
     Returns:
-      (loss float32, parts: "ce", "mtp", "balance", "load" [MoE layers,E], "max_logit"), all but the last adding up over
-      micro-batches.
+      (loss float32, parts: "ce", "mtp", "balance", "index_kl", "load" [MoE layers,E], "max_logit"), all but the last
+      adding up over micro-batches; "index_kl" only if the indexer's loss has a weight.
     """
     tokens, positions, segments = batch["tokens"], batch["positions"], batch["segment_ids"]
-    hidden, aux, _ = model.trunk(tokens, positions, segments)
+    collect = frozenset({"index_kl"} if cfg.index_weight else ())
+    hidden, aux, _ = model.trunk(tokens, positions, segments, collect=collect)
     head = model.head[...]
 
     def loss_at(hidden, ahead):
@@ -98,16 +102,48 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
     ce = loss_at(hidden, 1) / counts["next"]
     load = [layer["load"] for layer in aux if "load" in layer]
     balance = sum((layer["balance"] for layer in aux if "balance" in layer), jnp.float32(0))
-    mtp = jnp.float32(0)
+    mtp, steps = jnp.float32(0), []
     if cfg.mtp_steps:
-        steps = model.mtp_steps(hidden, tokens, positions, segments, cfg.mtp_steps)
+        steps = model.mtp_steps(hidden, tokens, positions, segments, cfg.mtp_steps, collect)
         mtp = sum(loss_at(s.hidden, d + 1) / counts["mtp"][d - 1] for d, s in enumerate(steps, 1)) / cfg.mtp_steps
         balance += sum(s.aux["balance"] for s in steps) / cfg.mtp_steps
         load.append(sum(s.aux["load"] for s in steps))
     balance = balance / counts["rows"]
     loss = ce + mtp_weight * mtp + cfg.balance_weight * balance
     top = jnp.max(jnp.stack([layer["max_logit"] for layer in aux]))
-    return loss, {"ce": ce, "mtp": mtp, "balance": balance, "load": jnp.stack(load) if load else None, "max_logit": top}
+    parts = {"ce": ce, "mtp": mtp, "balance": balance, "load": jnp.stack(load) if load else None, "max_logit": top}
+    if cfg.index_weight:
+        parts["index_kl"] = index_loss(model.cfg, aux, steps, batch, counts)
+        loss += cfg.index_weight * parts["index_kl"]
+    return loss, parts
+
+
+def index_loss(cfg: ModelConfig, aux: list, steps: list, batch: dict, counts: dict) -> jax.Array:
+    """Mean over indexers of the mean KL of the layers each one serves (IndexShare: paper of GLM-5.2; model.md section 5).
+
+    A query counts where it has a next token to predict, as in the LM loss: padding and masked targets do not.
+
+    Args:
+      aux: of the trunk's layers, with "index_kl" [b,T]. steps: MTP steps, which the MTP layer's one indexer serves.
+    """
+    weights = target_weights(batch, 1) / counts["next"]
+    total = sum(share * jnp.sum(weights * layer["index_kl"]) for share, layer in zip(served_shares(cfg), aux))
+    indexers = sum(full for _, full in cfg.layer_kinds)
+    if steps:
+        indexers += 1
+        for d, step in enumerate(steps, 1):
+            ahead = target_weights(batch, d + 1) / counts["mtp"][d - 1]
+            total += jnp.sum(ahead * step.aux["index_kl"]) / len(steps)
+    return total / indexers
+
+
+def served_shares(cfg: ModelConfig) -> list[float]:
+    """Per layer, 1 / number of layers that its indexer serves."""
+    owner, owners = -1, []
+    for _, full in cfg.layer_kinds:
+        owner += full
+        owners.append(owner)
+    return [1 / owners.count(owner) for owner in owners]
 
 
 def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict, mtp_weight, cfg: LossConfig):
