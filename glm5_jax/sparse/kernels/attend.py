@@ -1,0 +1,128 @@
+"""Attention over selected keys for TPUs, with its gradients and the indexer's loss (definition: `sparse.reference.attend`).
+
+A tile of neighbouring queries fetches the union of the keys they selected once, row by row, and masks what a query did not
+select (`kernels.tiles`, `kernels.attend_forward`, `kernels.attend_backward`). Memory is linear in T and S; the number of
+keys in the unions decides the time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from glm5_jax.sparse.indexer import Index
+from glm5_jax.sparse.kernels import tiles
+from glm5_jax.sparse.kernels.attend_backward import Given, backward
+from glm5_jax.sparse.kernels.attend_forward import forward
+from glm5_jax.sparse.kernels.parts import CORES, Plan, Queries
+from glm5_jax.sparse.reference import Attended
+from glm5_jax.sparse.topk import MASKED
+
+BLOCK = 256  # keys handled at once: fills the 256-wide matrix units of v6e and 7x
+_MATRIX = 512  # at most so many rows of scores in a tile: what VMEM holds
+_ENTRIES = 1 << 16  # entries of a list that fit into scalar memory (1 MiB) twice, with room to spare
+
+
+def why_not(q, latent, index: Index | None, k: int) -> str | None:
+    """Why `attend` does not take these arguments, in one line, or None if it does; k: K."""
+    same = [q, latent] if index is None else [q, latent, index.q, index.k]
+    if len({x.dtype for x in same}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"queries, latents and index must all be bfloat16 or all float32, not {[str(x.dtype) for x in same]}"
+    if index is not None and index.w.dtype != jnp.float32:
+        return f"the index's head weights must be float32, not {index.w.dtype}"
+    if latent.shape[1] + BLOCK >= tiles.MOST_KEYS:
+        return f"{latent.shape[1]} keys are more than the kernel's lists can name"
+    if q.shape[2] > _MATRIX:
+        return f"{q.shape[2]} heads are more than the kernel has room for ({_MATRIX})"
+    if q.shape[3] > 1024:
+        return f"queries of width {q.shape[3]} are wider than the kernel has room for (1024)"
+    if k > _ENTRIES:
+        return f"{k} selected keys are more than the kernel's lists have room for ({_ENTRIES})"
+    return None
+
+
+def attend(
+    q, latent, selected, rank: int, scale: float, chunk: int, index: Index | None = None, *, interpret=False, block=BLOCK
+) -> Attended:
+    """See `reference.attend`; the positions that a query selects differ.
+
+    Args:
+      chunk: queries whose selections are sorted at the same time. interpret: as in `pl.pallas_call`, for machines without
+      a TPU. block: keys handled at once, for tests.
+    Raises:
+      ValueError: see `why_not`.
+    """
+    if reason := why_not(q, latent, index, selected.shape[2]):
+        raise ValueError(f"attention kernel: {reason}")
+    b, t, heads, _ = q.shape
+    plan = _plan(q, index, rank, scale, selected.shape[2], block, interpret)
+    padded = -(-t // (plan.tile * CORES)) * plan.tile * CORES
+
+    def in_tiles(x, lines):  # [B,T,n,_] -> [B,tiles,g*lines,_]
+        x = jnp.pad(x, ((0, 0), (0, padded - t), (0, lines - x.shape[2]), (0, 0)))
+        return x.reshape(b, -1, plan.tile * lines, x.shape[3])
+
+    queries, index_k = Queries(in_tiles(q, plan.head_rows), None, None), None
+    if index is not None:
+        w = jnp.pad(index.w, ((0, 0), (0, padded - t), (0, plan.index_heads - index.w.shape[2])))
+        w = w.reshape(b, -1, plan.tile, plan.index_heads)
+        queries, index_k = queries._replace(index_q=in_tiles(index.q, plan.index_heads), w=w), index.k
+    selected = jnp.pad(selected, ((0, 0), (0, padded - t), (0, 0)), constant_values=-1)
+    lists = tiles.union_lists(selected, latent.shape[1], plan.tile, block, chunk)
+    out, stats = _attend(plan, queries, latent, index_k, lists)
+    out = out.reshape(b, padded, plan.head_rows, rank)[:, :t, :heads]
+    stats = stats.reshape(b, padded, plan.stats)[:, :t]
+    top = jnp.max(jax.lax.stop_gradient(stats[..., plan.top]), initial=MASKED / 2)
+    return Attended(out, top, None if index is None else stats[..., plan.kl])
+
+
+def _plan(q, index, rank, scale, k, block, interpret) -> Plan:
+    sublanes = 8 if q.dtype == jnp.float32 else 16
+    head_rows = _up(q.shape[2], sublanes)
+    tile = tiles.SHIFT
+    while tile > 1 and (tile * head_rows > _MATRIX or tile * k > _ENTRIES):
+        tile //= 2
+    return Plan(
+        tile=tile,
+        block=block,
+        heads=q.shape[2],
+        head_rows=head_rows,
+        rank=rank,
+        width=q.shape[3],
+        index_heads=0 if index is None else _up(index.q.shape[2], sublanes),
+        index_width=0 if index is None else index.q.shape[3],
+        dtype=q.dtype,
+        scale=scale,
+        interpret=interpret,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, queries: Queries, latent, index_k, lists: tiles.Lists):
+    """(out, statistics) of `forward`; the column `Plan.kl` of the statistics has a gradient."""
+    return forward(plan, queries, tiles.pack_rows(latent, index_k, plan.block), lists)
+
+
+def _attend_fwd(plan, queries, latent, index_k, lists):
+    out, stats = _attend(plan, queries, latent, index_k, lists)
+    return (out, stats), (queries, latent, index_k, lists, out, stats)
+
+
+def _attend_bwd(plan, residuals, cotangents):
+    queries, latent, index_k, lists, out, stats = residuals
+    d_out, d_stats = cotangents
+    stats = stats.at[..., plan.kl].set(d_stats[..., plan.kl])
+    rows = tiles.pack_rows(latent, index_k, plan.block)
+    d_queries, d_rows = backward(plan, queries, Given(out, d_out, stats), rows, lists)
+    d_rows = d_rows[:, : latent.shape[1]]
+    d_latent = d_rows[..., : plan.width].astype(plan.dtype)
+    start = tiles.index_start(plan.width)
+    d_index_k = None if index_k is None else d_rows[..., start : start + plan.index_width].astype(plan.dtype)
+    return d_queries, d_latent, d_index_k, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _up(n, multiple):
+    return -(-n // multiple) * multiple

@@ -1,0 +1,126 @@
+"""Forward kernel of `attend`: online softmax over the keys of a tile, then a second walk over them for the indexer's loss."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from glm5_jax.sparse.kernels import parts
+from glm5_jax.sparse.kernels.parts import CORES, Plan, Queries
+from glm5_jax.sparse.kernels.tiles import Lists
+from glm5_jax.sparse.topk import MASKED
+
+
+def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tuple[jax.Array, jax.Array]:
+    """Attention of all tiles to their lists.
+
+    Args:
+      rows: from `tiles.pack_rows`. lists: from `tiles.union_lists`, an even number of tiles.
+    Returns:
+      (out [B,tiles,g*N,R], statistics float32 [B,tiles,g,lanes] with the columns that `Plan` names).
+    """
+    b, tiles = lists.blocks.shape[:2]
+    one, column = (plan.matrix, plan.rank), pltpu.VMEM((plan.matrix, 1), jnp.float32)
+    scalars, vectors = parts.lists_specs(lists)
+    return pl.pallas_call(
+        functools.partial(_kernel, plan),
+        grid=(b, CORES, tiles // CORES),
+        in_specs=[scalars, vectors, parts.own_all(queries), pl.BlockSpec(memory_space=pltpu.HBM)],
+        out_specs=[parts.own(tiles, *one), parts.own(tiles, plan.tile, plan.stats)],
+        out_shape=[
+            jax.ShapeDtypeStruct((b, tiles, *one), plan.dtype),
+            jax.ShapeDtypeStruct((b, tiles, plan.tile, plan.stats), jnp.float32),
+        ],
+        scratch_shapes=dict(
+            buffer=parts.key_buffer(plan), arrived=pltpu.SemaphoreType.DMA((2,)),
+            acc=pltpu.VMEM(one, jnp.float32), top=column, total=column,
+        ),
+        compiler_params=parts.compiler_params("parallel"),
+        interpret=plan.interpret,
+        name="attend",
+    )(lists, lists.entries, queries, rows)  # fmt: skip
+
+
+def _kernel(plan, lists, entries, queries, rows, out, stats, *, buffer, arrived, acc, top, total):
+    walk = functools.partial(_walk, plan, lists, pl.program_id(0), rows, buffer, arrived)
+    q = queries.q[0, 0]
+    acc[...] = jnp.zeros_like(acc)
+    top[...] = jnp.full_like(top, MASKED / 2)
+    total[...] = jnp.zeros_like(total)
+
+    def attend(j, keys, carry):
+        scores = parts.attention_scores(plan, q, keys, parts.selected(plan, parts.words(plan, entries, j)))
+        highest = jnp.maximum(top[...], jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - highest)
+        shrink = jnp.exp(top[...] - highest)
+        top[...] = highest
+        total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        value = parts.product(plan, weights.astype(plan.dtype), keys[:, : plan.rank], (1, 0))
+        acc[...] = acc[...] * shrink + value
+        return carry
+
+    walk(attend, 0)
+    sums = jnp.where(total[...] == 0, 1, total[...])
+    out[0, 0] = (acc[...] / sums).astype(plan.dtype)
+    lse = top[...] + jnp.log(sums)
+    own = parts.as_lanes(lse, plan.head_rows, plan.stats)
+    highest = jnp.max(top[...].reshape(plan.tile, plan.head_rows, 1), axis=1)
+    own = parts.set_column(own, plan.top, highest)
+    if plan.index_heads:
+        index_lse, kl = _index_loss(plan, walk, entries, queries, lse)
+        own = parts.set_column(parts.set_column(own, plan.index_lse, index_lse), plan.kl, kl)
+    stats[0, 0] = own
+
+
+def _walk(plan, lists, batch, rows, buffer, arrived, visit, carry):
+    """Folds visit(j, keys [block,W], carry) over the blocks of a tile's list."""
+    blocks = lists.blocks[0, 0, 0, 0]
+
+    def fetch(j):
+        slot = j % 2
+
+        def start(position, place):
+            pltpu.make_async_copy(rows.at[batch, position], buffer.at[(slot, *place)], arrived.at[slot]).start()
+
+        parts.for_rows(plan, lists.entries, j, start)
+
+    def step(j, carry):
+        pl.when(j + 1 < blocks)(lambda: fetch(j + 1))
+        parts.wait_for_block(buffer, j % 2, arrived)
+        return visit(j, parts.read_block(buffer, j % 2), carry)
+
+    fetch(0)
+    return jax.lax.fori_loop(0, blocks, step, carry)
+
+
+def _index_loss(plan, walk, entries, queries, lse):
+    """(log-sum-exp of the index scores, KL(p || softmax(index scores))), each [g,1], p from the log-sum-exp of attention.
+
+    With x the scores and m their maximum, KL = sum p log p + sum p (m - x) + log(sum exp(x - m)), whose terms are not
+    large numbers that cancel.
+    """
+    q, index_q = queries.q[0, 0], queries.index_q[0, 0]
+    w = parts.as_column(queries.w[0, 0], plan.index_heads)
+
+    def visit(j, keys, carry):
+        top, total, mass, entropy, below = carry
+        mask = parts.selected(plan, parts.words(plan, entries, j))
+        p = jnp.exp(parts.attention_scores(plan, q, keys, mask) - lse)
+        p = parts.mean_over_heads(plan, p)
+        x = parts.index_scores(plan, parts.index_dots(plan, index_q, keys)[0], w)
+        highest = jnp.maximum(top, jnp.max(jnp.where(mask, x, MASKED / 2), axis=1, keepdims=True))
+        total = total * jnp.exp(top - highest) + _sum(jnp.exp(jnp.where(mask, x, MASKED) - highest))
+        below += mass * (highest - top) + _sum(jnp.where(mask, p * (highest - x), 0))
+        entropy += _sum(p * jnp.log(jnp.where(p > 0, p, 1)))
+        return highest, total, mass + _sum(p), entropy, below
+
+    zero = jnp.zeros((plan.tile, 1), jnp.float32)
+    top, total, mass, entropy, below = walk(visit, (zero + MASKED / 2, zero, zero, zero, zero))
+    log_total = jnp.log(jnp.where(total == 0, 1, total))
+    return top + log_total, entropy + below + mass * log_total
+
+
+def _sum(x):
+    return jnp.sum(x, axis=1, keepdims=True)

@@ -1,0 +1,214 @@
+"""What the forward and the backward kernel of `attend` share: sizes, operands, the walk over a tile's keys, and scores.
+
+Inside a kernel a tile is a matrix: row i * n + h belongs to head h (of n) of query i; keys lie on the lanes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from glm5_jax.sparse.kernels.tiles import SHIFT, Lists, index_start, row_width, unpack_rows
+from glm5_jax.sparse.topk import MASKED
+
+# v4 and v5p run a parallel grid dimension on both cores of the chip, which share HBM; elsewhere one core does both halves.
+CORES = 2
+_WRITTEN_OUT = 8  # row copies in one step of a loop; also the sublanes of a 32-bit register, so a row is (step, constant)
+
+
+class Plan(NamedTuple):
+    """Sizes and settings of a call, all static.
+
+    Attributes:
+      tile: queries that share a list. block: keys handled at once. heads: N. head_rows: N padded for the tiling of memory.
+      rank: R. width: R+P. index_heads: I padded likewise, 0 where no indexer loss is asked for. index_width: J.
+      index_scale: J^-0.5. dtype: of queries and keys. scale: factor on q.k. interpret: as in `pl.pallas_call`.
+    """
+
+    tile: int
+    block: int
+    heads: int
+    head_rows: int
+    rank: int
+    width: int
+    index_heads: int
+    index_width: int
+    dtype: jnp.dtype
+    scale: float
+    interpret: object
+
+    @property
+    def matrix(self) -> int:
+        """Rows of a tile's matrix of scores."""
+        return self.tile * self.head_rows
+
+    @property
+    def row(self) -> int:
+        """Numbers in a key's row."""
+        return row_width(self.width, self.index_width, self.dtype)
+
+    @property
+    def stats(self) -> int:
+        """Lanes of the statistics of a query: log-sum-exp of each head, then the three columns below."""
+        return -(-(self.head_rows + 3) // 128) * 128
+
+    @property
+    def index_lse(self) -> int:
+        """Column with the log-sum-exp of the index scores."""
+        return self.head_rows
+
+    @property
+    def kl(self) -> int:
+        """Column with the indexer's loss; in the backward pass its cotangent."""
+        return self.head_rows + 1
+
+    @property
+    def top(self) -> int:
+        """Column with the largest attention logit."""
+        return self.head_rows + 2
+
+
+class Queries(NamedTuple):
+    """The query side of all tiles: q [B,tiles,g*N,R+P], index_q [B,tiles,g*I,J] and w float32 [B,tiles,g,I], or None."""
+
+    q: jax.Array
+    index_q: jax.Array | None
+    w: jax.Array | None
+
+
+def own(tiles: int, *shape: int, memory_space=None) -> pl.BlockSpec:
+    """The part of an array [B,tiles,*shape] that belongs to a tile, in a grid [B,CORES,tiles/CORES]."""
+    per_core = tiles // CORES
+    return pl.BlockSpec((1, 1, *shape), lambda b, c, t: (b, c * per_core + t, 0, 0), memory_space=memory_space)
+
+
+def own_all(tree):
+    """`own` of all arrays [B,tiles,_,_] in a tree."""
+    return jax.tree.map(lambda x: own(*x.shape[1:]), tree)
+
+
+def lists_specs(lists: Lists):
+    """Block specs for (lists, their entries again): scalars for addresses of rows, vectors for masks."""
+    scalars = jax.tree.map(lambda x: own(*x.shape[1:], memory_space=pltpu.SMEM), lists)
+    return scalars, own(*lists.entries.shape[1:])
+
+
+def for_rows(plan: Plan, entries, j, act):
+    """Calls act(position, place) for the keys of block j; place = (step, row within the step) indexes [block/8,8,_]."""
+    lanes = entries.shape[-1]
+    steps = lanes // _WRITTEN_OUT
+
+    def several(step, _):
+        line = j * (plan.block // lanes) + step // steps
+        for i in range(_WRITTEN_OUT):
+            act(entries[0, 0, line, step % steps * _WRITTEN_OUT + i] >> SHIFT, (step, i))
+        return 0
+
+    jax.lax.fori_loop(0, plan.block // _WRITTEN_OUT, several, 0)
+
+
+def block_buffer(plan: Plan, slots: int, width: int, dtype) -> pltpu.VMEM:
+    """VMEM for some blocks of rows."""
+    return pltpu.VMEM((slots, plan.block // _WRITTEN_OUT, _WRITTEN_OUT, width), dtype)
+
+
+def key_buffer(plan: Plan) -> pltpu.VMEM:
+    """VMEM for two blocks of rows of `tiles.pack_rows`: one is computed with while the next one arrives."""
+    return block_buffer(plan, 2, plan.row, jnp.float32) if plan.dtype == jnp.float32 else block_buffer(
+        plan, 2, plan.row // 2, jnp.int32
+    )
+
+
+def wait_for_block(buffer, slot, semaphore):
+    """Waits until as many bytes as a block of the buffer has were copied."""
+    whole = buffer.at[slot]
+    pltpu.make_async_copy(whole, whole, semaphore.at[slot]).wait()
+
+
+def read_block(buffer, slot):
+    """Keys [block,W] that lie in a slot of a `key_buffer`."""
+    return unpack_rows(buffer[slot].reshape(-1, buffer.shape[-1]))
+
+
+def words(plan: Plan, entries, j):
+    """int32 [1,block]: which queries selected the keys of block j."""
+    lines = plan.block // entries.shape[-1]
+    row = jnp.concatenate([entries[0, 0, pl.ds(j * lines + i, 1), :] for i in range(lines)], axis=-1)
+    return row & ((1 << SHIFT) - 1)
+
+
+def selected(plan: Plan, word):
+    """bool [g,block] of words [1,block]: query i selected the key."""
+    bit = jax.lax.broadcasted_iota(jnp.int32, (plan.tile, plan.block), 0)
+    return (word >> bit) & 1 != 0
+
+
+def product(plan: Plan, a, b, over: tuple[int, int]):
+    """float32 product of matrices over axis over[0] of a and over[1] of b."""
+    precision = jax.lax.Precision.HIGHEST if plan.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dims = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def attention_scores(plan: Plan, q, keys, mask):
+    """float32 [g*N,block], `MASKED` where mask [g,block] is false and in the rows of padded heads."""
+    scores = product(plan, q, keys[:, : plan.width], (1, 1)) * plan.scale
+    shape = (plan.tile, plan.head_rows, plan.block)
+    mask = jnp.broadcast_to(mask[:, None], shape)
+    if plan.head_rows > plan.heads:
+        mask &= jax.lax.broadcasted_iota(jnp.int32, shape, 1) < plan.heads
+    return jnp.where(mask, scores.reshape(shape), MASKED).reshape(plan.matrix, plan.block)
+
+
+def mean_over_heads(plan: Plan, p):
+    """float32 [g,block] of the attention probabilities p [g*N,block]."""
+    return jnp.sum(p.reshape(plan.tile, plan.head_rows, plan.block), axis=1) * (1 / plan.heads)
+
+
+def index_dots(plan: Plan, index_q, keys):
+    """(dots float32 [g*I,block], index keys [block,J]): index queries times index keys."""
+    start = index_start(plan.width)
+    index_k = keys[:, start : start + plan.index_width]
+    return product(plan, index_q, index_k, (1, 1)) * plan.index_width**-0.5, index_k
+
+
+def index_scores(plan: Plan, dots, w):
+    """float32 [g,block] of dots [g*I,block] and head weights as a column w [g*I,1]."""
+    return jnp.sum((jnp.maximum(dots, 0) * w).reshape(plan.tile, plan.index_heads, plan.block), axis=1)
+
+
+def as_column(x, n: int):
+    """[g*n,1] with the first n lanes of x [g,lanes] under each other."""
+    g, lanes = x.shape
+    spread = jnp.where(_same(g, n, lanes), jnp.broadcast_to(x[:, None], (g, n, lanes)), 0)
+    return jnp.sum(spread, axis=2, keepdims=True).reshape(g * n, 1)
+
+
+def as_lanes(column, n: int, lanes: int):
+    """[g,lanes] of a column [g*n,1], the inverse of `as_column`; zeros behind."""
+    g = column.shape[0] // n
+    spread = jnp.where(_same(g, n, lanes), column.reshape(g, n, 1), 0)
+    return jnp.sum(spread, axis=1)
+
+
+def _same(g, n, lanes):
+    shape = (g, n, lanes)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+
+
+def set_column(x, column: int, value):
+    """x [g,lanes] with a column replaced by value [g,1]."""
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == column, value, x)
+
+
+def compiler_params(tiles: str) -> pltpu.CompilerParams:
+    """Parameters of both kernels; tiles: semantics of the grid dimension over the tiles of a core."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", tiles),
+        # A tile's blocks, matrices of scores and rows take about 30 MiB at 512 rows of scores; a core of v5p and 7x has 64.
+        vmem_limit_bytes=56 << 20,
+        # Checks cost as much as the row copies themselves; `tiles.union_lists` makes no position outside the rows.
+        disable_bounds_checks=True,
+    )
