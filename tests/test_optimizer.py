@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
-from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
+from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer, norms, restart_schedule
 from glm5_jax.train.step import flat, init_state, trainable_specs
 from helpers_train import flat_specs, lively_model, step_config
 
@@ -238,6 +239,53 @@ def test_clipping_uses_one_norm_over_muon_and_adamw_parameters_together():
     grads[other][0, 0, 0] = 0.5  # norm below 1: nothing is clipped
     (updates,) = updates_of(cfg, [grads], (head, other))
     np.testing.assert_allclose(updates[head][0, 0], -LR * 1e-2 / (1e-2 + 1e-3), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["muon_split", "adamw"])
+def test_the_indexers_gradient_and_that_of_all_others_are_clipped_apart(name):
+    """A hundred times the indexer's gradient: not a bit of another update changes, and the indexer's own is clipped."""
+    cfg = OptimizerConfig(name=name, clip=1.0, eps=1e-3)
+    matrix, bias = (("groups", 1, "blocks", 0, "attention", "indexer", leaf) for leaf in ("k", "k_bias"))
+    others = (("head",), ("norm",), ("mtp", "project"), ("groups", 1, "blocks", 0, "attention", "q_down"))
+    assert [SPECS[p].part for p in (matrix, bias, *others)] == ["indexer"] * 2 + ["trunk"] * 2 + ["mtp", "trunk"]
+    grads = gradients(0)
+    louder = {p: g * (100 if p in (matrix, bias) else 1) for p, g in grads.items()}
+    (a,), (b,) = (updates_of(cfg, [g], (matrix, bias, *others)) for g in (grads, louder))
+    for path in others:
+        assert a[path].tobytes() == b[path].tobytes(), path
+    norm = np.sqrt(sum((np.asarray(grads[p], np.float64) ** 2).sum() for p in (matrix, bias)))
+    assert norm > 1  # clipped to 1 both times, so the update is the same up to rounding
+    clipped = grads[bias] / norm
+    for update in (a, b):
+        np.testing.assert_allclose(update[bias], -LR * clipped / (np.abs(clipped) + 1e-3), rtol=1e-4)
+    np.testing.assert_allclose(a[matrix], b[matrix], atol=1e-4)
+
+
+def test_norms_are_those_of_the_two_groups_and_of_no_group_that_does_not_train():
+    indexer = ("groups", 1, "blocks", 0, "attention", "indexer", "k_bias")
+    a, b, c, d = (np.full(n, v, np.float32) for n, v in ((2, 3.0), (1, 4.0), (4, 6.0), (2, 8.0)))
+    grads = {indexer: a, ("norm",): b, ("mtp", "norm"): c, ("head",): d}
+    specs = flat_specs(CFG)
+    found = norms(grads, {p: specs[p] for p in grads})
+    assert {group: round(float(norm), 4) for group, norm in found.items()} == {
+        "indexer": round(math.sqrt(18), 4), "network": round(math.sqrt(16 + 4 * 36 + 2 * 64), 4)
+    }  # fmt: skip
+    assert set(norms(grads, {indexer: specs[indexer]})) == {"indexer"}
+
+
+@pytest.mark.parametrize("name", ["muon_split", "adamw"])
+def test_a_restarted_schedule_keeps_the_moments_and_their_bias_corrections(name):
+    """The third update at the rate of step 0 instead of step 2: everything else as it was."""
+    cfg = dataclasses.replace(NO_CLIP, name=name)
+    paths, rate = (("head",), ("mtp", "project")), lambda step: 0.5 / (1 + step)
+    state, update = compiled(cfg, rate, paths)
+    params = {p: PARAMS[p] for p in paths}
+    for seed in range(2):
+        _, state = update({p: gradients(seed)[p] for p in paths}, state, params)
+    grads = {p: gradients(2)[p] for p in paths}
+    third, again = update(grads, state, params)[0], update(grads, restart_schedule(state), params)[0]
+    for path in paths:
+        np.testing.assert_allclose(again[path], 3 * third[path], rtol=1e-5, atol=1e-7)
 
 
 def test_frozen_parts_and_the_router_bias_have_no_optimizer_state():

@@ -98,6 +98,43 @@ def test_value_by_tokens_equals_a_loop_over_steps(ramp, starts, random):
     np.testing.assert_array_equal(got, np.float32(expected))
 
 
+@st.composite
+def rising_lengths(draw):
+    """(batch ramp, lengths): each length divides the tokens of a micro-batch, the last is that of the ramp."""
+    micro, last = draw(st.integers(1, 3)), draw(st.sampled_from([12, 24, 48]))
+    shorter = [n for n in range(2, last) if micro * last % n == 0]
+    chosen = sorted(draw(st.sets(st.sampled_from(shorter), max_size=3)))
+    starts = sorted(draw(st.sets(st.integers(1, 1500), min_size=len(chosen), max_size=len(chosen))))
+    rows = ((0, micro * draw(st.integers(1, 3))), (draw(st.integers(1, 900)), micro * draw(st.integers(1, 3))))
+    return (rows, micro, last), tuple(zip([0, *starts], [*chosen, last]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(rising_lengths())
+def test_lengths_by_tokens_equal_a_loop_over_steps_and_change_no_tokens(case):
+    ramp, lengths = case
+    plan, plain = BatchPlan(*ramp, lengths), BatchPlan(*ramp)
+    before = brute_force(*ramp, steps=40)[1]
+    expected = [[length for tokens, length in lengths if tokens <= seen][-1] for seen in before]
+    steps = range(40)
+    assert [plan.length_at(s) for s in steps] == expected
+    assert [plan.tokens_before(s) for s in steps] == before
+    assert [plan.rows_at(s) * plan.length_at(s) for s in steps] == [plain.rows_at(s) * ramp[2] for s in steps]
+    assert [plan.micro_batches_at(s) * plan.micro_rows_at(s) for s in steps] == [plan.rows_at(s) for s in steps]
+    assert [plan.micro_batches_at(s) for s in steps] == [plain.rows_at(s) // ramp[1] for s in steps]
+    assert plan.phases(40) == [s for s in steps if s == 0 or expected[s] != expected[s - 1]]
+    assert [lengths[plan.phase_at(s)][1] for s in steps] == expected
+
+
+def test_lengths_of_the_papers_mid_training_fit_a_micro_batch_of_64_rows():
+    """1T tokens in rows of 32K, 500B of 128K, 50B of 202,752 (paper section 2.3); 64 x 202,752 tokens a step."""
+    per_step = 64 * 202_752
+    plan = BatchPlan(((0, 64),), 64, 202_752, ((0, 32_768), (1e12, 131_072), (1.5e12, 202_752)))
+    firsts = [0, math.ceil(1e12 / per_step), math.ceil(1.5e12 / per_step)]
+    assert plan.phases(200_000) == firsts
+    assert [plan.rows_at(s) for s in firsts] == [396, 99, 64]
+
+
 def test_the_papers_schedule_changes_at_fifteen_trillion_tokens():
     """MTP weight 0.3, then 0.1; at 4M tokens a step the change comes after 3,576,279 steps."""
     plan = BatchPlan(((0, 1024),), 1024, 4096)

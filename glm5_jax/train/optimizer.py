@@ -3,11 +3,16 @@
 Muon Split orthogonalises the query, key and value up-projections head by head, so that heads can move at different scales;
 every other matrix whole, experts one by one. Which dimensions form a matrix is read from each parameter's declaration.
 Embedding, head, norms, biases and the router (our choice) take AdamW; the router bias takes no gradient.
+
+The indexer learns from a loss of its own, so its gradient is clipped by a norm of its own: neither loss can shrink the
+other's update.
 """
 
 import dataclasses
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
@@ -26,7 +31,7 @@ class OptimizerConfig:
     b2: float = 0.95  # AdamW, second moment
     eps: float = 1e-8  # AdamW
     weight_decay: float = 0.1  # decoupled; on matrices, router, embedding and head, never on norms and biases
-    clip: float = 1.0  # largest global norm of the gradient, over all parameters together
+    clip: float = 1.0  # largest global norm of the gradient: of the indexer by itself, of all other parameters together
 
     def __post_init__(self):
         for name in ("momentum", "b1", "b2"):
@@ -86,4 +91,24 @@ def make_optimizer(
                 p: dimensions[p] if labels[p] == "muon" else optax.MaskedNode() for p in tree
             },
         )
-    return optax.chain(optax.clip_by_global_norm(cfg.clip), optax.partition(parts, labels))
+    groups = {path: clip_group(spec) for path, spec in specs.items()}
+    clips = {group: optax.clip_by_global_norm(cfg.clip) for group in groups.values()}
+    return optax.chain(optax.partition(clips, groups), optax.partition(parts, labels))
+
+
+def clip_group(spec: Spec) -> str:
+    """Which parameters share one norm: "indexer", or "network" for all others (trunk and MTP learn from one loss)."""
+    return "indexer" if spec.part == "indexer" else "network"
+
+
+def norms(tree: dict, specs: dict[tuple, Spec]) -> dict[str, jax.Array]:
+    """Clip group -> global norm, float32, of a flat dict with the keys of `specs`; groups without parameters are absent."""
+    groups = {clip_group(spec) for spec in specs.values()}
+    return {g: optax.global_norm([tree[p] for p, spec in specs.items() if clip_group(spec) == g]) for g in sorted(groups)}
+
+
+def restart_schedule(opt_state: optax.OptState) -> optax.OptState:
+    """The state with its learning-rate schedules back at step 0; moments and their bias corrections stay."""
+    is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+    restart = lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node  # noqa: E731
+    return jax.tree.map(restart, opt_state, is_leaf=is_schedule)

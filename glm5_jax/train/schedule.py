@@ -49,15 +49,23 @@ class LearningRate:
 
 
 class BatchPlan:
-    """Rows of each step's batch, and tokens seen before each step.
+    """Rows and row length of each step's batch, and tokens seen before each step.
+
+    The row length may rise within a run (mid-training, paper section 2.3). A micro-batch holds micro_rows x seq_len tokens
+    throughout, cut into more rows while rows are short; so lengths change neither the tokens of a step nor its number of
+    micro-batches.
 
     Args:
-      rows: rows by tokens seen; each a positive multiple of `micro_rows`.
+      rows: rows of `seq_len` tokens by tokens seen; each a positive multiple of `micro_rows`.
       micro_rows: rows of a micro-batch; a batch is rows / micro_rows of them.
-      seq_len: tokens in a row (padding counts).
+      seq_len: tokens in a row (padding counts); the last of `lengths`.
+      lengths: tokens in a row by tokens seen, rising; () = seq_len throughout.
+
+    Raises:
+      UserError: rows that are no multiple, lengths that do not rise to seq_len or do not divide a micro-batch.
     """
 
-    def __init__(self, rows: ByTokens, micro_rows: int, seq_len: int):
+    def __init__(self, rows: ByTokens, micro_rows: int, seq_len: int, lengths: ByTokens = ()):
         check_by_tokens("batch_rows", rows)
         for _, value in rows:
             check(
@@ -71,10 +79,51 @@ class BatchPlan:
             self._starts.append(self._starts[-1] + steps)
             self._tokens.append(self._tokens[-1] + steps * per_step)
             self._rows.append(int(value))
+        self._micro_tokens = micro_rows * seq_len
+        self._lengths = self._check_lengths(lengths or ((0, seq_len),), micro_rows)
+        self._length_starts = [self.step_of(tokens) for tokens, _ in lengths] or [0]
+
+    def _check_lengths(self, lengths: ByTokens, micro_rows: int) -> list[int]:
+        check_by_tokens("lengths", lengths)
+        values = [value for _, value in lengths]
+        check(
+            all(a < b for a, b in zip(values, values[1:])) and values[-1] == self._seq_len,
+            f"lengths={lengths}: must rise, the last one to data.seq_len={self._seq_len}",
+        )
+        for value in values:
+            check(
+                value == int(value) and value >= 2 and self._micro_tokens % value == 0,
+                f"lengths={value:g}: must be an integer of at least 2 that divides the tokens of a micro-batch, "
+                f"micro_rows={micro_rows} x data.seq_len={self._seq_len}",
+            )
+        return [int(value) for value in values]
+
+    def phase_at(self, step: int) -> int:
+        """Number, from 0, of the row length in force at `step`."""
+        return bisect.bisect_right(self._length_starts, step) - 1
+
+    def length_at(self, step: int) -> int:
+        """Tokens in a row at `step`."""
+        return self._lengths[self.phase_at(step)]
+
+    def micro_rows_at(self, step: int) -> int:
+        """Rows of a micro-batch of `step`."""
+        return self._micro_tokens // self.length_at(step)
+
+    def micro_batches_at(self, step: int) -> int:
+        """Micro-batches in the batch of `step`."""
+        return self._tokens_at(step) // self._micro_tokens
 
     def rows_at(self, step: int) -> int:
         """Rows of the batch of `step`."""
-        return self._rows[bisect.bisect_right(self._starts, step) - 1]
+        return self._tokens_at(step) // self.length_at(step)
+
+    def phases(self, steps: int) -> list[int]:
+        """The first step of each row length that a run of `steps` comes to."""
+        return sorted({step for step in self._length_starts if step < steps})
+
+    def _tokens_at(self, step: int) -> int:
+        return self._rows[bisect.bisect_right(self._starts, step) - 1] * self._seq_len
 
     def tokens_before(self, step: int) -> int:
         """Tokens seen before `step`."""

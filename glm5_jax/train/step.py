@@ -20,6 +20,7 @@ from glm5_jax.layers.mtp import same_document, shift
 from glm5_jax.layers.param import Spec
 from glm5_jax.model import Glm5, merge, specs, split
 from glm5_jax.train.loss import cross_entropy
+from glm5_jax.train.optimizer import norms
 
 
 class TrainState(NamedTuple):
@@ -215,12 +216,16 @@ def make_step(
     A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were and says so in
     metrics["finite"]; the caller decides whether to go on.
 
-    Metrics: loss, ce, mtp, balance, max_logit, grad_norm, update_norm, finite, mtp_weight, load [MoE layers,E],
-    max_violation [MoE layers] (largest load / mean load - 1).
+    A frozen part does not change by a bit, its router biases included.
+
+    Metrics: loss, ce, mtp, balance, index_kl (if it has a weight), max_logit, finite, mtp_weight, load [MoE layers,E],
+    max_violation [MoE layers] (largest load / mean load - 1); grad_norm and update_norm of trunk and MTP together,
+    grad_norm_indexer and update_norm_indexer, each where something trains.
     """
     check(not cfg.mtp_steps or model.mtp is not None, "loss.mtp_steps: the model has no MTP layer; set it to 0")
     graphdef = split(model)[0]
-    trainable = set(trainable_specs(model, freeze))
+    trainable = trainable_specs(model, freeze)
+    biases = {p for p, spec in flat(specs(model)).items() if spec.kind == "router_bias" and spec.part not in freeze}
 
     def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         params = flat(state.params)
@@ -229,14 +234,15 @@ def make_step(
         mtp_weight = rates.mtp_weight(state.step)
         loss, parts, grads = gradients(graphdef, train, frozen, batch, mtp_weight, cfg)
         updates, opt_state = optimizer.update(grads, state.opt_state, train)
-        grad_norm = optax.global_norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        grad_norms = _named_norms("grad_norm", grads, trainable)
+        finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.stack(list(grad_norms.values()))))
         new = params | optax.apply_updates(train, updates)
         load = parts.pop("load")
-        metrics = parts | {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.global_norm(updates)}
-        metrics |= {"finite": finite, "mtp_weight": mtp_weight}
+        metrics = parts | grad_norms | _named_norms("update_norm", updates, trainable)
+        metrics |= {"loss": loss, "finite": finite, "mtp_weight": mtp_weight}
         if load is not None:
-            new = move_router_bias(new, load, rates.bias_rate(state.step))
+            moved = move_router_bias(new, load, rates.bias_rate(state.step))
+            new |= {p: moved[p] for p in biases}
             mean = jnp.maximum(jnp.mean(load, axis=-1), 1e-9)
             metrics |= {"load": load, "max_violation": jnp.max(load, axis=-1) / mean - 1}
         new, opt_state = jax.tree.map(
@@ -245,3 +251,8 @@ def make_step(
         return TrainState(state.step + 1, traverse_util.unflatten_dict(new), opt_state), metrics
 
     return step
+
+
+def _named_norms(name: str, tree: dict, trainable: dict[tuple, Spec]) -> dict[str, jax.Array]:
+    """The norms of the groups that are clipped apart, as metrics."""
+    return {name if group == "network" else f"{name}_{group}": norm for group, norm in norms(tree, trainable).items()}
