@@ -105,7 +105,7 @@ class Row:
 
     def __init__(self, w, cfg: ModelConfig, positions, segments):
         self.w, self.cfg, self.positions, self.segments = w, cfg, positions, segments
-        self.selected = None
+        self.selected = self.scores = None
         self.log = []
 
     def visible(self, t):
@@ -157,17 +157,22 @@ class Row:
             keys = [self.index_key(p, x, t) for t, x in enumerate(a)]
             chosen = [self.select(p, a[t], cqs[t], t, keys) for t in range(len(xs))]
             self.selected, scores = [s for s, _ in chosen], [s for _, s in chosen]
-        out, experts = [], []
+            self.scores = scores
+        out, experts, kl = [], [], []
         for t, x in enumerate(xs):
             q = (w[p + "q_b_proj.weight"] @ cqs[t]).reshape(n, c + rope)
             keep = self.selected[t] if cfg.attention == "sparse" else self.visible(t)
-            heads = []
+            heads, target = [], np.zeros(len(keep))
             for h in range(n):
                 turned = turn(q[h, c:], self.positions[t], cfg.rope_theta)
                 logit = [q[h, :c] @ expanded[s][h, :c] + turned @ kv[s][1] for s in keep]
                 e = np.exp(np.array(logit) / math.sqrt(c + rope))
+                target += e / e.sum() / n
                 heads.append(sum((e[j] / e.sum()) * expanded[s][h, c:] for j, s in enumerate(keep)) + np.zeros(v))
             x = x + w[p + "o_proj.weight"] @ np.concatenate(heads)
+            if self.scores:
+                chance = np.exp([self.scores[t][s] for s in keep])
+                kl.append(sum(target * np.log(target / (chance / chance.sum()))))
             m = rms(x, w[base + "post_attention_layernorm.weight"], cfg.rms_norm_eps)
             if dense_ffn:
                 y = swiglu(w, base + "mlp", m)
@@ -175,7 +180,9 @@ class Row:
                 y, ids, weights = mixture(w, base + "mlp", m, cfg)
                 experts.append((ids, weights))
             out.append(x + y)
-        self.log.append({"selected": self.selected, "scores": scores, "experts": experts, "hidden": out, "kv": kv})
+        self.log.append(
+            {"selected": self.selected, "scores": scores, "experts": experts, "hidden": out, "kv": kv, "index_kl": kl}
+        )
         return out
 
 
@@ -186,7 +193,7 @@ def forward(w, cfg: ModelConfig, tokens, positions=None, segments=None, full=Non
       w: from `published`. positions, segments: [T]; default 0.. and all 1.
       full: per layer whether it owns an indexer; default all.
     Returns:
-      logits [T,W], hidden [T,D] (final norm), layers: per layer selected, scores, experts, hidden.
+      logits [T,W], hidden [T,D] (final norm), layers: per layer selected, scores, experts, hidden, index_kl.
     """
     t = len(tokens)
     row = Row(w, cfg, range(t) if positions is None else positions, [1] * t if segments is None else segments)
