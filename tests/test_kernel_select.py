@@ -128,6 +128,14 @@ def test_a_query_later_than_its_keys_and_k_beyond_them():
     np.testing.assert_array_equal(got, np.tile(np.arange(37), (B, 1, 1)))
 
 
+def test_integers_have_the_order_of_the_scores():
+    ascending = [-9e29, -1.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, np.inf]
+    scores = np.array(ascending + [np.nan, -np.nan, -np.inf, -2e30], np.float32)[None]
+    got = np.asarray(kernel._order(scores, 0, np.ones((1, 12), np.int32), np.array([[10, 1]], np.int32)))[0]
+    assert got[3] == got[4] and (np.diff(np.delete(got[:8], 3)) > 0).all()
+    assert (got[8:] == kernel.UNSEEN).all() and (got[:8] > kernel.UNSEEN).all()
+
+
 def gap(index, rows, key_segment, k) -> float:
     """Smallest distance between the k-th and the next score of a query, those exactly tied (at 0.0) left out."""
     mask = visible(Rows(*map(jnp.asarray, rows)), jnp.asarray(key_segment))
@@ -156,7 +164,7 @@ def test_no_data_race_with_two_cores(capfd, monkeypatch):
 def test_blocks_of_the_size_that_runs_on_a_tpu(monkeypatch):
     monkeypatch.undo()
     rng = np.random.default_rng(9)
-    index, (rows, key_segment) = integers(rng, t=33, s=1100), everywhere(rng, t=33, s=1100)
+    index, (rows, key_segment) = integers(rng, t=20, s=1100), everywhere(rng, t=20, s=1100)
     params = pltpu.InterpretParams(uninitialized_memory="nan")
     with quick_compile():
         got = jax.jit(functools.partial(kernel.select, k=K, interpret=params))(index, rows, key_segment)
