@@ -9,7 +9,7 @@ def compiler_options() -> dict:
     """Settings for XLA on the default backend.
 
     On CPU, the fusion emitters of jax 0.10 take twice as long and twice the memory to compile a training step. Without
-    them a step is 3% slower on `bench train-step`, 10% with `--shape small`. Later versions have no such switch.
+    them a step is 3% slower on `bench train-step`, 10% with `small`. Later versions have no such switch.
     """
     if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
         return {"xla_cpu_use_fusion_emitters": False}

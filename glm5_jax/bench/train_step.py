@@ -1,7 +1,9 @@
 """glm5 bench train-step: step time, tokens/s, compile time and peak memory of a named shape, and where the time goes.
 
-Shapes: `yardstick` (a whole AdamW step of a 4-layer model on 2 x 256 tokens) and `small` (forward + backward of the 27.3M
-preset on 2 x 512 tokens). Each is measured in a fresh process, so that peak memory (VmHWM) counts imports and compilation.
+Shapes: `yardstick` (a whole AdamW step of a 4-layer model on 2 x 256 tokens), `long` (the same on 1 x 4,096 tokens) and
+`small` (forward + backward of the 27.3M preset on 2 x 512 tokens). `--sparse` is the sparse stage of DSA: sparse attention,
+LM loss and the indexer's loss. Each is measured in a fresh process, so that peak memory (VmHWM) counts imports and
+compilation.
 """
 
 import dataclasses
@@ -14,12 +16,15 @@ import time
 from glm5_jax.config import ModelConfig, check, small
 
 
-def yardstick_config() -> ModelConfig:
-    """4 layers (1 dense), D 256, 4 heads, 8 experts top 2 of width 128, vocabulary 1024, dense attention."""
+def yardstick_config(**overrides) -> ModelConfig:
+    """4 layers (1 dense), D 256, 4 heads, 8 experts top 2 of width 128, vocabulary 1024."""
     return small(
-        num_hidden_layers=4, hidden_size=256, num_attention_heads=4, q_lora_rank=128, kv_lora_rank=64,
-        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, intermediate_size=512, n_routed_experts=8,
-        num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, attention="dense",
+        **dict(
+            num_hidden_layers=4, hidden_size=256, num_attention_heads=4, q_lora_rank=128, kv_lora_rank=64,
+            qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, intermediate_size=512, n_routed_experts=8,
+            num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=4, index_topk=64,
+        )
+        | overrides
     )  # fmt: skip
 
 
@@ -35,15 +40,16 @@ class Shape:
 
 SHAPES = {
     "yardstick": lambda: Shape(yardstick_config(), 2, 256, True),
-    "small": lambda: Shape(small(attention="dense"), 2, 512, False),
+    "long": lambda: Shape(yardstick_config(index_topk=256, remat="block"), 1, 4096, True),
+    "small": lambda: Shape(small(), 2, 512, False),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of `glm5 bench train-step`."""
+    """Settings of `glm5 bench train-step [SHAPE]`."""
 
-    shape: str = "yardstick"  # yardstick or small
+    sparse: bool = False  # sparse attention with the indexer's loss, instead of dense attention with the indexer frozen
     repeats: int = 30  # timed steps; the median counts
     json: bool = False  # end with one line of JSON
     here: bool = False  # measure in this process instead of a fresh one (then memory counts what it held before)
@@ -53,16 +59,19 @@ def main(arguments: list[str]) -> int:
     """Prints the table."""
     from glm5_jax.cli_options import parse
 
-    options = parse(Options(), arguments, "glm5 bench train-step", "Times a training step.")
-    check(options.shape in SHAPES, f"shape={options.shape}: one of {', '.join(SHAPES)}")
+    named = bool(arguments) and not arguments[0].startswith("-")
+    shape = arguments[0] if named else "yardstick"
+    options = parse(Options(), arguments[named:], f"glm5 bench train-step [{' | '.join(SHAPES)}]", "Times a training step.")
+    check(shape in SHAPES, f"unknown shape {shape!r}: one of {', '.join(SHAPES)}")
     check(options.repeats >= 1, f"repeats={options.repeats}: must be at least 1")
     if options.here:
-        result = measure(SHAPES[options.shape](), options.repeats)
+        result = measure(SHAPES[shape](), options.sparse, options.repeats)
     else:
-        command = [sys.executable, "-m", "glm5_jax", "bench", "train-step", "--here", "--json"]
-        command += ["--shape", options.shape, "--repeats", str(options.repeats)]
+        command = [sys.executable, "-m", "glm5_jax", "bench", "train-step", shape, "--here", "--json"]
+        command += ["--repeats", str(options.repeats)] + ["--sparse"] * options.sparse
         result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
-    print(f"{options.shape}: {'forward + backward + AdamW' if SHAPES[options.shape]().optimizer else 'forward + backward'}")
+    what = "forward + backward + AdamW" if SHAPES[shape]().optimizer else "forward + backward"
+    print(f"{shape}{', sparse, with the loss of the indexer' if options.sparse else ', dense'}: {what}")
     for name, value in result.items():
         print(f"  {name:<34}{value:>12,.4g}")
     if options.json:
@@ -70,7 +79,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def measure(shape: Shape, repeats: int) -> dict[str, float]:
+def measure(shape: Shape, sparse: bool, repeats: int) -> dict[str, float]:
     """Medians over `repeats` calls, after one warm-up; times in seconds, memory in MB."""
     import jax
     import jax.numpy as jnp
@@ -84,8 +93,9 @@ def measure(shape: Shape, repeats: int) -> dict[str, float]:
     from glm5_jax.train.schedule import LearningRate
     from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, gradients, make_step, trainable_specs
 
-    cfg, loss = shape.model, LossConfig(mtp_steps=0)
-    freeze = ("indexer",)
+    cfg = dataclasses.replace(shape.model, attention="sparse" if sparse else "dense")
+    loss = LossConfig(mtp_steps=0, index_weight=float(sparse))
+    freeze = () if sparse else ("indexer",)
     began = time.perf_counter()
     params = split(Glm5(cfg, nnx.Rngs(0)))[1]
     model = abstract(cfg)
@@ -133,7 +143,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, float]:
         "initialisation, s": ready - began,
         "first step with compilation, s": first_step,
         "peak memory of the process, MB": peak_memory_mb(),
-    } | breakdown(cfg, shape.rows, shape.seq_len, repeats)
+    } | ({} if sparse else breakdown(cfg, shape.rows, shape.seq_len, repeats))
 
 
 def breakdown(cfg: ModelConfig, rows: int, seq_len: int, repeats: int) -> dict[str, float]:
@@ -147,7 +157,8 @@ def breakdown(cfg: ModelConfig, rows: int, seq_len: int, repeats: int) -> dict[s
     from glm5_jax.layers.experts import experts
     from glm5_jax.layers.mlp import swiglu
     from glm5_jax.model import abstract
-    from glm5_jax.sparse import attention
+    from glm5_jax.sparse.dense import dense
+    from glm5_jax.sparse.masks import Rows
     from glm5_jax.train.flops import flops_per_token
     from glm5_jax.train.loss import cross_entropy
 
@@ -162,7 +173,7 @@ def breakdown(cfg: ModelConfig, rows: int, seq_len: int, repeats: int) -> dict[s
     heads = (rows, seq_len, n, qk)
 
     def attend(q, k, v):
-        return attention.dense(q, k, v, attention.Rows(slot, ones), ones, qk**-0.5, cfg.query_chunk)[0]
+        return dense(q, k, v, Rows(slot, ones), ones, qk**-0.5, cfg.query_chunk)[0]
 
     parts = {
         "attention core": (attend, (draw(*heads), draw(*heads), draw(*heads[:3], cfg.v_head_dim)), cfg.num_hidden_layers),
