@@ -13,13 +13,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.layers.norm import rms_norm
+from glm5_jax.layers.norm import at_least_float32, rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.layers.rope import rotate
 from glm5_jax.sparse import attention, reference
 from glm5_jax.sparse.dense import dense, dense_latent
 from glm5_jax.sparse.indexer import Index, Indexer
-from glm5_jax.sparse.masks import Rows
+from glm5_jax.sparse.masks import Rows, in_query_blocks
 
 
 class Context(NamedTuple):
@@ -147,14 +147,41 @@ class Mla(nnx.Module):
 
     def _absorbed(self, q, keys: Keys, selection: Selection, ctx: Context):
         """The same over the selection, or over all visible keys of a cache, all heads reading the latents."""
-        cfg, r, c = self.cfg, self.cfg.kv_lora_rank, self.cfg.qk_nope_head_dim
+        cfg, r, n = self.cfg, self.cfg.kv_lora_rank, self.cfg.num_attention_heads
         scale = cfg.qk_head_dim**-0.5
-        q = jnp.concatenate([jnp.einsum("btnc,rnc->btnr", q[..., :c], self.k_up[...].astype(q.dtype)), q[..., c:]], axis=-1)
         if selection.positions is None:
-            o, top = dense_latent(q, keys.latent, ctx.rows, ctx.key_segment, r, scale, cfg.query_chunk)
-            kl = None
-        else:
+            o, top = dense_latent(self._absorb(q), keys.latent, ctx.rows, ctx.key_segment, r, scale, cfg.query_chunk)
+            return self._values(o), top, None
+        index = selection.index
+        # Pieces hand back gradients of the keys, which add up: in float32.
+        wide = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), (keys.latent, index and index.k))
+
+        def piece(q, positions, index_q, w):
+            latent, index_k = jax.tree.map(lambda x: x.astype(q.dtype), wide)
+            part = None if index is None else Index(index_q, index_k, w)
             o, top, kl = attention.attend(
-                q, keys.latent, selection.positions, r, scale, cfg.query_chunk, selection.index, cfg.sparse_implementation
+                self._absorb(q), latent, positions, r, scale, cfg.query_chunk, part, cfg.sparse_implementation
             )
-        return jnp.einsum("btnr,rnv->btnv", o, self.v_up[...].astype(q.dtype)), top, kl
+            return (self._values(o), kl), top
+
+        own = (None, None) if index is None else (index.q, index.w)
+        rows = _ABSORBED_BYTES // (q.shape[0] * n * keys.latent.shape[-1] * q.dtype.itemsize)
+        if q.shape[1] <= rows:
+            (o, kl), top = piece(q, selection.positions, *own)
+        else:
+            (o, kl), top = in_query_blocks(piece, max(rows // 512 * 512, 512), q, selection.positions, *own)
+        return o, top, kl
+
+    def _absorb(self, q: jax.Array) -> jax.Array:
+        """Queries [B,T,N,R+P] that read latents, of queries [B,T,N,C+P] that read keys."""
+        c = self.cfg.qk_nope_head_dim
+        return jnp.concatenate([jnp.einsum("btnc,rnc->btnr", q[..., :c], self.k_up[...].astype(q.dtype)), q[..., c:]], axis=-1)
+
+    def _values(self, o: jax.Array) -> jax.Array:
+        """Heads' outputs [B,T,N,V] of attention over latents [B,T,N,R]."""
+        return jnp.einsum("btnr,rnv->btnv", o, self.v_up[...].astype(o.dtype))
+
+
+# Absorbed queries are R + P wide and as many as there are heads; more than this much of them at once and the row goes in
+# pieces, each recomputed in the backward pass.
+_ABSORBED_BYTES = 1 << 29
