@@ -1,11 +1,17 @@
-"""DeepSeek Sparse Attention for any backend, in blocks of queries: the same functions as `reference`, memory linear in T."""
+"""DeepSeek Sparse Attention for any backend, in chunks of queries: the same functions as `reference`, memory linear in T."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 
+from glm5_jax.layers.norm import at_least_float32
 from glm5_jax.sparse import reference
 from glm5_jax.sparse.indexer import Index
+from glm5_jax.sparse.loss import index_kl
 from glm5_jax.sparse.masks import Rows, in_query_blocks
 from glm5_jax.sparse.reference import Attended
+from glm5_jax.sparse.topk import MASKED
 
 
 def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int) -> jax.Array:
@@ -18,13 +24,161 @@ def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int)
 
 
 def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Index | None = None) -> Attended:
-    """See `reference.attend`; latents are gathered for `chunk` queries at a time."""
+    """See `reference.attend`; latents are gathered for at most `chunk` queries at a time, forward and backward."""
+    b, t, k = selected.shape
+    room = _gathered_bytes() // max(1, b * k * latent.shape[-1] * latent.dtype.itemsize)
+    chunk = max(1, min(chunk, t, room))
+    chunk = 1 << (chunk.bit_length() - 1)  # a power of two divides most lengths: nothing needs padding
+    out, top, kl = _attend(rank, scale, chunk, q, latent, selected, index)
+    return Attended(out, jax.lax.stop_gradient(top), kl)
 
-    def block(q, selected, index_q, w):
-        part = None if index is None else Index(index_q, index.k, w)
-        out = reference.attend(q, latent, selected, rank, scale, part)
-        return (out.out, out.kl), out.max_logit
+
+def _gathered_bytes() -> int:
+    """What the latents gathered at once may fill: a CPU core's cache, or a small part of an accelerator's memory."""
+    return 3 << 19 if jax.default_backend() == "cpu" else 256 << 20
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(rank, scale, chunk, q, latent, selected, index):
+    """(out, largest logit, kl or None) of `reference.attend`."""
+    return _forward(rank, scale, chunk, q, latent, selected, index)[0]
+
+
+def _forward(rank, scale, chunk, q, latent, selected, index):
+    keys_of, index_keys_of = _reader(latent), _reader(index and index.k)
+
+    def attend(x):
+        q, selected, index_q, w = x
+        keys, keep = keys_of(selected), selected >= 0
+        scores = _dot("btnr,btkr->btnk", q, keys) * scale
+        p, lse, top = _softmax(scores, keep[:, :, None])
+        # A key is multiplied whole and what is no value cut off: cheaper than a copy of the value.
+        out = jnp.einsum("btnk,btkr->btnr", p.astype(q.dtype), keys)[..., :rank]
+        kl = None
+        if index is not None:
+            _, chosen = _index_scores(index_q, index_keys_of(selected), w)
+            kl = index_kl(jnp.mean(p, axis=2), chosen, keep)
+        return (out, lse, kl), jnp.max(top, initial=MASKED / 2)
 
     own = (None, None) if index is None else (index.q, index.w)
-    (out, kl), top = in_query_blocks(block, chunk, q, selected, *own)
-    return Attended(out, top, kl)
+    results, top = jax.lax.map(attend, _split(chunk, (q, selected, *own)))
+    out, lse, kl = _join(q.shape[1], results)
+    return (out, jnp.max(top, initial=MASKED / 2), kl), (q, latent, selected, index, out, lse)
+
+
+def _backward(rank, scale, chunk, saved, cotangents):
+    q, latent, selected, index, out, lse = saved
+    d_out, _, d_kl = cotangents
+    keys_of, index_keys_of = _reader(latent), _reader(index and index.k)
+    inner = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1)
+
+    def step(sums, x):
+        q, selected, lse, d_out, inner, index_q, w, d_kl = x
+        keys, keep = keys_of(selected), selected >= 0
+        p = jnp.where(keep[:, :, None], jnp.exp(_dot("btnr,btkr->btnk", q, keys) * scale - lse[..., None]), 0)
+        d_out = jnp.pad(d_out, [(0, 0)] * 3 + [(0, q.shape[-1] - rank)])  # as wide as a key
+        d_scores = p * (_dot("btnr,btkr->btnk", d_out, keys) - inner[..., None]) * scale
+        d_q = jnp.einsum("btnk,btkr->btnr", d_scores.astype(q.dtype), keys)
+        # A latent is key and value: one product adds up what reaches it either way.
+        both = jnp.concatenate([d_scores, p], axis=2).astype(q.dtype)
+        d_keys = _dot("btnk,btnr->btkr", both, jnp.concatenate([q, d_out], axis=2))
+        sums[0] = _scatter_add(sums[0], selected, d_keys)
+        if index is None:
+            return sums, (d_q,)
+        d_index_q, d_index_keys, d_w = _index_gradients(index_q, index_keys_of(selected), w, jnp.mean(p, axis=2), keep, d_kl)
+        sums[1] = _scatter_add(sums[1], selected, d_index_keys)
+        return sums, (d_q, d_index_q, d_w)
+
+    own = (None, None, None) if index is None else (index.q, index.w, d_kl)
+    sums = [jnp.zeros(k.shape, lse.dtype) for k in (latent, index and index.k) if k is not None]
+    sums, by_query = jax.lax.scan(step, sums, _split(chunk, (q, selected, lse, d_out, inner, *own)))
+    d_q, *d_own = _join(q.shape[1], by_query)
+    d_index = None if index is None else Index(d_own[0], sums[1].astype(index.k.dtype), d_own[1])
+    return d_q, sums[0].astype(latent.dtype), None, d_index
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _index_scores(q, keys, w):
+    """(scores of every head before ReLU [B,t,I,K], index scores [B,t,K]) of index keys [B,t,K,J]."""
+    dots = _dot("btij,btkj->btik", q, keys) * q.shape[-1] ** -0.5
+    return dots, jnp.einsum("btik,bti->btk", jax.nn.relu(dots), w, precision="highest")
+
+
+def _index_gradients(q, keys, w, target, keep, d_kl):
+    """Gradients of sum(d_kl * KL(target || softmax(scores))) by q, keys and w; target and keep [B,t,K], d_kl [B,t]."""
+    dots, scores = _index_scores(q, keys, w)
+    d_scores = jnp.where(keep, (_softmax(scores, keep)[0] - target) * d_kl[..., None], 0)
+    d_w = jnp.einsum("btik,btk->bti", jax.nn.relu(dots), d_scores, precision="highest")
+    d_dots = jnp.where(dots > 0, w[..., None] * d_scores[:, :, None] * q.shape[-1] ** -0.5, 0).astype(q.dtype)
+    d_q = jnp.einsum("btik,btkj->btij", d_dots, keys)
+    return d_q, _dot("btik,btij->btkj", d_dots, q), d_w.astype(w.dtype)
+
+
+def _softmax(scores, mask):
+    """Softmax over the last axis where mask holds, its logarithmic sum, and its largest score, the latter two without that
+    axis. Where nothing holds they are 0, `MASKED`/2 and `MASKED`/2."""
+    scores = jnp.where(mask, scores, MASKED)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), MASKED / 2)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    return weights / total, (top + jnp.log(total))[..., 0], top[..., 0]
+
+
+def _dot(spec, x, y):
+    return jnp.einsum(spec, x, y, preferred_element_type=at_least_float32(x.dtype))
+
+
+def _reader(rows):
+    """A function from positions [B,t,K] to rows [B,t,K,...] of rows [B,S,...], zeros for -1. It reads nothing else."""
+    if rows is None:
+        return None
+    s = rows.shape[1]
+    rows = jnp.pad(rows, [(0, 0), (0, 1), (0, 0)])  # one more row, of zeros, for -1
+    read = _by_batch(lambda rows, at: rows.at[at].get(mode="promise_in_bounds"))
+    return lambda at: read(rows, jnp.where(at < 0, s, at))
+
+
+def _scatter_add(sums, at, values):
+    """sums [B,S,...] with values [B,t,K,...] added at positions [B,t,K]; -1 adds nowhere."""
+    add = _by_batch(lambda sums, at, values: sums.at[at].add(values, mode="drop"))
+    return add(sums, jnp.where(at < 0, sums.shape[1], at), values)
+
+
+def _by_batch(fn):
+    """jax.vmap(fn), without the batch dimension if that is 1: with it XLA copies what a scatter adds."""
+
+    def call(*arrays):
+        if arrays[0].shape[0] == 1:
+            return fn(*(x[0] for x in arrays))[None]
+        return jax.vmap(fn)(*arrays)
+
+    return call
+
+
+def _split(chunk: int, arrays):
+    """Arrays [B,T,...] in chunks of queries [n,B,chunk,...]; the last is filled up with -1 in integers, 0 in others."""
+
+    def split(x):
+        fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+        return _swap(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]))
+
+    return jax.tree.map(split, arrays)
+
+
+def _join(t: int, arrays):
+    """What `_split` made, put together again: [B,t,...]."""
+
+    def join(x):
+        x = _swap(x)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
+
+    return jax.tree.map(join, arrays)
+
+
+def _swap(x):
+    """x with its first two axes exchanged; XLA copies even where one is 1, unless told that it is a mere reshape."""
+    return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]) if 1 in x.shape[:2] else jnp.swapaxes(x, 0, 1)
