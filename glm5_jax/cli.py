@@ -6,16 +6,18 @@ import pathlib
 import sys
 import warnings
 
+from glm5_jax.compiling import pass_over_absent_tpu
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
 
 USAGE = """usage: glm5 VERB ...
 
-  train CONFIG      train; CONFIG is a recipe (tiny, small) or path/to/file.py
+  train CONFIG      train; CONFIG is a recipe (tiny, small; the stages after tiny: midtrain, dsa_warmup, dsa_sparse)
+                    or path/to/file.py
   generate DIR      continue a text, from a run or a Hugging Face directory
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
   convert DIR OUT   write a run or checkpoint in the Hugging Face layout
-  bench NAME        measure: train-step, moe
+  bench NAME        measure: train-step, attention, moe
   show PRESET       parameters and published tensors of glm5, glm5_2, glm47_flash, small or tiny
 
 glm5 VERB --help shows every setting with its type and default."""
@@ -29,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
+    pass_over_absent_tpu()
     try:
         if arguments[0] not in verbs:
             raise UserError(f"unknown verb {arguments[0]!r}: one of {', '.join(verbs)}")
@@ -69,7 +72,8 @@ def train(arguments: list[str]) -> int:
         resume: bool = True  # go on from the run directory's newest checkpoint; --no-resume deletes it and starts over
 
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
-    options = parse(Options(**fields), rest, f"glm5 train {name or 'CONFIG'}", "Trains a model; see the settings below.")
+    about = "Trains a model, from fresh weights or, with --init.run RUN, from those of an earlier run; the settings are below."
+    options = parse(Options(**fields), rest, f"glm5 train {name or 'CONFIG'}", about)
     config = TrainConfig(**{name: getattr(options, name) for name in fields})
     return _train(config, pathlib.Path(options.run_dir), options.resume)
 
@@ -243,9 +247,9 @@ def show(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """Runs one benchmark."""
-    from glm5_jax.bench import moe, train_step
+    from glm5_jax.bench import attention, moe, train_step
 
-    benches = {"train-step": train_step.main, "moe": moe.main}
+    benches = {"train-step": train_step.main, "attention": attention.main, "moe": moe.main}
     if {"--help", "-h"} & set(arguments[:1]) or not arguments:
         print(f"usage: glm5 bench NAME [--json]; NAME is one of {', '.join(benches)}")
         return 0 if arguments else 2

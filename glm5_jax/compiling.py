@@ -1,8 +1,13 @@
-"""`jax.jit` with the compiler settings this project wants."""
+"""`jax.jit` with the compiler settings this project wants, on the backend that is there."""
 
 import functools
+import glob
+import importlib.util
+import os
 
 import jax
+
+GOOGLE = "0x1ae0"  # PCI vendor of TPUs
 
 
 def compiler_options() -> dict:
@@ -33,3 +38,16 @@ def jit(function, **arguments):
         return compiled()(*args, **kwargs)
 
     return call
+
+
+def pass_over_absent_tpu() -> None:
+    """Keeps JAX from looking for a TPU where libtpu is installed only to compile for one: it fills the terminal with errors.
+
+    Call before JAX makes its backends. Does nothing where a platform was chosen, or where a TPU or a GPU plugin exists.
+    """
+    if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
+        return
+    vendors = [open(path).read().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
+    gpu = any(importlib.util.find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13", "rocm60", "rocm7"))
+    if GOOGLE not in vendors and not gpu:
+        jax.config.update("jax_platforms", "cpu")

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the suite's figures are float32 on CPU; kernels are compiled, not run, for TPUs
 
 import jax
 import numpy as np

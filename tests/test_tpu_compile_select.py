@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers_tpu import TOPOLOGIES, compile_for
 
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.kernels.select import select
 from glm5_jax.sparse.masks import Rows
+from helpers_tpu import TOPOLOGIES, compile_for
 
 pytestmark = pytest.mark.tpu_compile
 
