@@ -1,0 +1,132 @@
+"""Retrieval tasks: answers derived from the context alone, one matching key, exact lengths, streams that never meet."""
+
+import numpy as np
+import pytest
+
+from glm5_jax.errors import UserError
+from glm5_jax.train import retrieval as R
+
+SYMBOLS = R.Symbols(keys=70, values=9, noise=5)
+LENGTHS = (14, 31, 64, 128)
+
+
+def kind(token):
+    """What a token is, by the order of the vocabulary: three ids of structure, 70 keys, 9 values, 5 noise."""
+    return ["structure", "key", "value", "noise"][int(np.searchsorted([3, 73, 82, 87], token, side="right"))]
+
+
+def read(sample):
+    """(pairs in order, questions [key, answers...], noise tokens) of a sequence, read as a person would."""
+    tokens = sample.tokens.tolist()
+    assert tokens[0] == R.START and tokens.count(R.ASK) == 1
+    ask = tokens.index(R.ASK)
+    pairs, noise, context = [], 0, iter(tokens[1:ask])
+    for token in context:
+        if kind(token) == "key":
+            pairs.append((token, next(context)))
+            assert kind(pairs[-1][1]) == "value"
+        else:
+            assert kind(token) == "noise"
+            noise += 1
+    questions = []
+    for token, answer in zip(tokens[ask + 1 :], sample.answer[ask + 1 :]):
+        assert answer == (kind(token) == "value")
+        if answer:
+            questions[-1].append(token)
+        else:
+            assert kind(token) == "key"
+            questions.append([token])
+    assert not sample.answer[: ask + 1].any()
+    return pairs, questions, noise
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("task", R.TASKS)
+def test_every_answer_follows_from_the_context(task, length):
+    for seed in range(20):
+        sample = R.TASKS[task](np.random.default_rng(seed), length, SYMBOLS)
+        assert sample.tokens.shape == sample.answer.shape == (length,)
+        pairs, questions, noise = read(sample)
+        assert questions and len({q[0] for q in questions}) == len(questions)
+        for key, *answers in questions:
+            assert answers == [v for k, v in pairs if k == key]
+        if task != "multi_value":
+            assert len({k for k, _ in pairs}) == len(pairs)  # so exactly one key matches
+        expected = {
+            "single_needle": (1, 1),
+            "multi_key": (length // 8, max(length // 16, 1)),
+            "multi_value": (3, 1),
+            "recall": ((length - 2 - 2 * (length // 8)) // 2, length // 8),
+        }[task]
+        assert (len(pairs), len(questions)) == expected
+        if task == "recall":
+            assert noise == length % 2
+        if task == "multi_value":
+            assert len({v for _, v in pairs}) == 3
+
+
+def test_places_of_a_needle_are_uniform():
+    where = [R.single_needle(np.random.default_rng(s), 12, SYMBOLS).tokens for s in range(4000)]
+    at = [next(i for i, t in enumerate(row) if kind(t) == "key") for row in where]
+    counts = np.bincount(at)[1:]
+    assert len(counts) == 7  # START, 6 noise tokens with 7 gaps for the pair, ASK, the question
+    assert (np.abs(counts - 4000 / 7) < 5 * np.sqrt(4000 / 7)).all()
+
+
+def test_ids_are_a_partition_of_the_vocabulary():
+    ids = [R.PAD, R.START, R.ASK, *SYMBOLS.key_ids, *SYMBOLS.value_ids, *SYMBOLS.noise_ids]
+    assert ids == list(range(SYMBOLS.vocab_size)) and SYMBOLS.vocab_size == 87
+
+
+def test_lengths_and_vocabularies_that_do_not_suffice():
+    with pytest.raises(UserError, match="length=5: too short"):
+        R.single_needle(np.random.default_rng(0), 5, SYMBOLS)
+    assert len(R.single_needle(np.random.default_rng(0), 6, SYMBOLS).tokens) == 6
+    with pytest.raises(UserError, match="length=5: too short for recall"):
+        R.recall(np.random.default_rng(0), 5, SYMBOLS)
+    assert len(R.recall(np.random.default_rng(0), 6, SYMBOLS).tokens) == 6
+    with pytest.raises(UserError, match="symbols.keys=70: this length needs 95 different keys"):
+        R.recall(np.random.default_rng(0), 256, SYMBOLS)
+    with pytest.raises(UserError, match="symbols.noise=0"):
+        R.Symbols(1, 1, 0)
+
+
+def test_packed_rows():
+    rng = R.stream(3, "train", 0)
+    batch = R.packed_batch(rng, ("multi_key", "recall"), (16, 48, 128), rows=40, seq_len=128, symbols=SYMBOLS)
+    seen = set()
+    for row in range(40):
+        tokens, segments, positions, mask = (
+            batch[n][row] for n in ("tokens", "segment_ids", "positions", "loss_mask")
+        )
+        count = segments.max()
+        length = int((segments == 1).sum())
+        seen.add(length)
+        assert count == 128 // length
+        np.testing.assert_array_equal(segments, np.repeat([*range(1, count + 1), 0], [length] * count + [128 % length]))
+        np.testing.assert_array_equal(positions, [i % length if s else 0 for i, s in enumerate(segments)])
+        for s in range(1, count + 1):
+            pairs, questions, _ = read(R.Sample(tokens[segments == s], mask[segments == s]))
+            assert all(q[1:] == [v for k, v in pairs if k == q[0]] for q in questions)
+        assert not tokens[segments == 0].any() and not mask[segments == 0].any()
+    assert seen == {16, 48, 128}
+
+
+def test_same_seed_same_arrays():
+    make = lambda step: R.packed_batch(R.stream(5, "train", step), ("recall",), (32,), 2, 64, SYMBOLS)  # noqa: E731
+    for name, array in make(1).items():
+        np.testing.assert_array_equal(array, make(1)[name])
+    assert (make(1)["tokens"] != make(2)["tokens"]).any()
+    one, two = (R.eval_batch("recall", 32, 2, 7, SYMBOLS, part)["tokens"] for part in (0, 1))
+    np.testing.assert_array_equal(one, R.eval_batch("recall", 32, 2, 7, SYMBOLS)["tokens"])
+    assert (one != two).any()
+
+
+def test_training_and_evaluation_never_share_a_stream():
+    seeds, steps = range(4), range(200)
+    draw = lambda *place: tuple(R.stream(*place).integers(0, 2**63, 2))  # noqa: E731
+    train = {draw(seed, "train", step) for seed in seeds for step in steps}
+    places = [(task, length, part) for task in range(4) for length in (32, 64, 128, 256) for part in range(8)]
+    evaluation = {draw(seed, "eval", *place) for seed in seeds for place in places}
+    assert len(train) == len(seeds) * len(steps) and len(evaluation) == len(seeds) * len(places)
+    assert not train & evaluation
