@@ -201,32 +201,32 @@ class Checkpoints:
         _barrier("leftovers")
 
 
-def restore_params(run_dir: str | Path, template: PyTree, say: Say = print, step: int = 0) -> tuple[int, PyTree]:
+def restore_params(run_dir: str | Path, template: PyTree, say: Say = print, step: int | None = None) -> tuple[int, PyTree]:
     """Only the `params` of a checkpoint of a run, as (step, params). No optimizer state is read.
 
     Args:
       run_dir: the run directory.
       template: the parameters wanted (the `params` entry of the state), as for `Checkpoints.restore`.
       say: receives a line for each damaged checkpoint passed over.
-      step: which checkpoint; 0 = the newest good one.
+      step: which checkpoint; None = the newest good one.
 
     Raises:
-      UserError: there is no such checkpoint, it is damaged (for step 0: all are), or it holds other parameters.
+      UserError: there is no such checkpoint, it is damaged (without `step`: all are), or it holds other parameters.
     """
     step, directory = _find(run_dir, "arrays/params/", say, step)
     return step, _read(directory, template, "params", ("params",))
 
 
-def restore_state(run_dir: str | Path, template: PyTree, say: Say = print, step: int = 0) -> tuple[int, PyTree]:
+def restore_state(run_dir: str | Path, template: PyTree, say: Say = print, step: int | None = None) -> tuple[int, PyTree]:
     """The whole state of a checkpoint of a run, as (step, state); otherwise as `restore_params`."""
     step, directory = _find(run_dir, "arrays/", say, step)
     return step, _read(directory, template, "", ("params", "rest"))
 
 
-def _find(run_dir: str | Path, part: str, say: Say, step: int) -> tuple[int, Path]:
-    """(step, directory) of the checkpoint `step`, 0 = the newest one that is good under `part`."""
+def _find(run_dir: str | Path, part: str, say: Say, step: int | None) -> tuple[int, Path]:
+    """(step, directory) of the checkpoint `step`, None = the newest one that is good under `part`."""
     directory = Path(run_dir).absolute() / "checkpoints"
-    if step:
+    if step is not None:
         there = ", ".join(map(str, _steps(directory))) or "none"
         check((directory / str(step)).is_dir(), f"{directory}: no checkpoint of step {step}; there is {there}")
         problem = _find_damage(directory / str(step), part)

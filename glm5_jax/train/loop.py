@@ -7,6 +7,7 @@ bit-identical to those of a run that was never stopped.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import math
 import os
 import pathlib
@@ -29,12 +30,13 @@ from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
 from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.inherit import Source, bring_tokenizer, first_state, open_source
 from glm5_jax.train.metrics import Metrics, Progress
 from glm5_jax.train.metrics import read as metrics_of
 from glm5_jax.train.optimizer import make_optimizer
 from glm5_jax.train.schedule import by_step
-from glm5_jax.train.stages import TrainConfig
-from glm5_jax.train.step import Rates, TrainState, init_state, make_step, trainable_specs
+from glm5_jax.train.stages import InitConfig, TrainConfig
+from glm5_jax.train.step import Rates, TrainState, make_step, trainable_specs
 
 
 class Stopped(Exception):
@@ -80,7 +82,9 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
         # A mistake in the settings or the data is found before anything of an earlier run is touched.
         data = run_dir / ("data.new" if fresh else "data")
         try:
-            run = Run(config, run_dir, _load_corpus(config, data, fresh))
+            source = open_source(config, run_dir) if fresh and config.init.run else None
+            run = Run(config, run_dir, _load_corpus(config, data, fresh, source))
+            first = run.init() if fresh else None
         except BaseException:
             if fresh:
                 shutil.rmtree(data, ignore_errors=True)
@@ -91,7 +95,7 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
             _start_over(run_dir)
             data.rename(run_dir / "data")
         print(run.header())
-        return run.train()
+        return run.train(first)
 
 
 @contextlib.contextmanager
@@ -112,10 +116,12 @@ def _only_one(run_dir: pathlib.Path):
         yield
 
 
-def _load_corpus(config: TrainConfig, data: pathlib.Path, fresh: bool) -> Corpus:
-    """The corpus, its tokens and tokenizer kept in `data`; checked against the model."""
+def _load_corpus(config: TrainConfig, data: pathlib.Path, fresh: bool, source: Source | None) -> Corpus:
+    """The corpus, its tokens and tokenizer kept in `data`; checked against the model. The tokenizer is the source's."""
     if fresh:
         shutil.rmtree(data, ignore_errors=True)  # of an attempt that was killed
+    if source is not None:
+        bring_tokenizer(source, config.data.tokenizer, data)
     with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("reading the corpus", total=None)
         corpus = load_corpus(config.data, data, lambda done, total: bar.update(task, completed=done, total=total))
@@ -161,13 +167,13 @@ class Run:
         )
         step = make_step(self.model, optimizer, rates, config.loss, config.freeze)
         self.step_fn = jit(step, donate_argnums=0)
-        self.init = lambda: init_state(runs.fresh_model(config), optimizer, config.freeze)
+        self.init = functools.partial(first_state, config, optimizer)
+        fresh = dataclasses.replace(config, init=InitConfig())
+        self.template = jax.eval_shape(lambda: first_state(fresh, optimizer))
         self.lr = config.lr.schedule(config.steps)
         self.loss_sum = make_loss_sum(self.graphdef, config.loss.chunk)
-        self.flops = flops.flops_per_token(self.model, config.data.seq_len, config.loss.mtp_steps)
-        self.data = batches(
-            corpus, config.data, config.micro_rows, process_index=jax.process_index(), process_count=jax.process_count()
-        )
+        self.flops = functools.cache(lambda length: flops.flops_per_token(self.model, length, config.loss.mtp_steps))
+        self._open_data(0)
         self.say = print
         self.signal: int | None = None
         self.tracing = False
@@ -176,21 +182,30 @@ class Run:
         """What is about to happen, for people."""
         c, devices = self.config, jax.devices()
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split(self.model)[1]))
-        return (
-            f"{self.corpus.summary}\n"
-            f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {self.plan.rows_at(0)} x {c.data.seq_len} tokens, "
-            f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}"
-        )
+        rows = [f"{self.plan.rows_at(s)} x {self.plan.length_at(s)}" for s in self.plan.phases(c.steps)]
+        lines = [
+            self.corpus.summary,
+            f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {', then '.join(rows)} tokens, "
+            f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}",
+        ]
+        if c.model.attention == "sparse" and c.data.seq_len <= c.model.index_topk:
+            lines.append(
+                f"note: every key is selected and the indexer decides nothing: "
+                f"data.seq_len={c.data.seq_len}, model.index_topk={c.model.index_topk}"
+            )
+        return "\n".join(lines)
 
-    def train(self) -> Result:
-        """Runs the remaining steps."""
+    def train(self, first: TrainState | None = None) -> Result:
+        """Runs the remaining steps. first: the state before step 0, if it has been made already."""
         self.checkpoints = Checkpoints(self.run_dir, self.config.checkpoint, say=lambda text: self.say(text))
-        template = jax.eval_shape(self.init)
-        restored = self.checkpoints.restore(template)
+        restored = self.checkpoints.restore(self.template)
         if restored is None:
-            start, state = 0, self.init()
+            start, state = 0, self.init() if first is None else first
+            if self.config.init.run:  # from here on the run needs its source no more
+                self.checkpoints.save(0, state, self.data.get_state(), wait=True)
         else:
             start, state, data_state = restored
+            self._open_data(max(start - 1, 0))
             self.data.set_state(data_state)
         if start > self.config.steps:
             raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
@@ -244,9 +259,25 @@ class Run:
         known = [line["bits_per_byte"] for line in lines if line["step"] == start and line.get("held_out_rows") == 0]
         return known[-1] if known else self._evaluate(self.config.steps, state, 0)
 
+    def _open_data(self, step: int) -> None:
+        """Starts the batches of the row length in force at `step`.
+
+        Each length makes passes of its own over the corpus, in an order of its own, so that long documents come whole: the
+        rest of a pass in shorter rows would be the rest of nearly every long document.
+        """
+        plan, data = self.plan, self.config.data
+        self.phase = plan.phase_at(step)
+        self.data = batches(
+            self.corpus, dataclasses.replace(data, seq_len=plan.length_at(step)), plan.micro_rows_at(step),
+            seed=data.seed + self.phase, process_index=jax.process_index(), process_count=jax.process_count(),
+        )  # fmt: skip
+
     def _next_batch(self, step: int):
         """Device batch [A,b,T] of a step, and what names its documents."""
-        micro = [next(self.data) for _ in range(self.plan.rows_at(step) // self.config.micro_rows)]
+        if self.plan.phase_at(step) != self.phase:
+            self.data.close()
+            self._open_data(step)
+        micro = [next(self.data) for _ in range(self.plan.micro_batches_at(step))]
         batch = {name: np.stack([m[name] for m in micro]) for name in ("tokens", "segment_ids", "positions")}
         ids = [ids for m in micro for row in m["doc_ids"] for ids in row]
         return jax.tree.map(jnp.asarray, batch), batch["tokens"], batch["segment_ids"], ids
@@ -258,19 +289,20 @@ class Run:
         seconds, self.last_time = now - max(self.last_time, 0), now
         finite = bool(values.pop("finite"))
         load = values.pop("load", None)
-        count = pending.tokens.size * jax.process_count()
+        count, length = pending.tokens.size * jax.process_count(), pending.tokens.shape[-1]
         line = {name: (value if np.ndim(value) else float(value)) for name, value in values.items()}
         line |= {
             "lr": float(self.lr(pending.step - 1)),
             "train_bits_per_byte": line["ce"] * self._targets_per_byte(pending) / math.log(2),
             "tokens": self.plan.tokens_before(pending.step),
+            "seq_len": length,
             "step_seconds": seconds,
             "tokens_per_s": count / seconds,
-            "model_tflops_per_s": self.flops * count / seconds / 1e12,
+            "model_tflops_per_s": self.flops(length) * count / seconds / 1e12,
         }
         peak = flops.peak_flops()
         if peak:
-            line["utilisation"] = self.flops * count / seconds / peak
+            line["utilisation"] = self.flops(length) * count / seconds / peak
         if load is not None and pending.step % self.config.eval_every == 0:
             line["load"] = load
         if jax.process_index() == 0:
@@ -288,7 +320,9 @@ class Run:
 
     def _not_finite(self, pending: _Pending, line: dict) -> None:
         names = ", ".join(dict.fromkeys(pending.doc_ids))
-        what = f"step {pending.step}: loss {line['loss']}, gradient norm {line['grad_norm']}; documents: {names[:500]}"
+        norms = {"grad_norm": "gradient norm", "grad_norm_indexer": "gradient norm of the indexer"}
+        norms = ", ".join(f"{words} {line[name]}" for name, words in norms.items() if name in line)
+        what = f"step {pending.step}: loss {line['loss']}, {norms}; documents: {names[:500]}"
         if self.config.nonfinite == "skip":
             self.say(f"{what}; the update is skipped")
             return

@@ -1,6 +1,10 @@
 """Training configs: one function per recipe, each returns a TrainConfig (paper section 2; Appendix A).
 
 `glm5 train tiny` runs `tiny()` below; `glm5 train path/to/mine.py` runs the function `config()` of that file.
+
+The stages of one model, each starting from the run before it: tiny -> midtrain -> dsa_warmup -> dsa_sparse. They are one loop
+under different settings: what trains (`freeze`), by which loss (`loss`), at which row lengths, from which parameters.
+Tokens seen count from the start of each run; MTP weight and router-bias rate are those that the paper has reached by then.
 """
 
 import dataclasses
@@ -18,6 +22,22 @@ Part = Literal["trunk", "indexer", "mtp"]
 
 
 @dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Where the parameters before step 0 come from. They are copied: afterwards the run needs its source no more."""
+
+    run: str = ""  # run or Hugging Face directory to start from, its tokenizer included; empty = fresh weights
+    step: int | None = None  # checkpoint of that run; None = the newest
+    optimizer: Literal["reset", "keep"] = "reset"  # keep = go on with that run's moments; the same parts must train
+
+    def __post_init__(self):
+        alone = self.step is None and self.optimizer == "reset"
+        check(
+            bool(self.run) or alone,
+            f"init.step={self.step}, init.optimizer={self.optimizer}: init.run names no run to take them from",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides a training run."""
 
@@ -27,11 +47,13 @@ class TrainConfig:
     lr: LearningRate = dataclasses.field(default_factory=LearningRate)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    init: InitConfig = dataclasses.field(default_factory=InitConfig)
     network: str = "glm5_jax.model:Glm5"  # class of the network: module:Class or file.py:Class
     steps: int = 1000  # optimizer steps
     seed: int = 0  # of the initial weights
     micro_rows: int = 8  # rows whose activations exist at once; a batch is a multiple
     batch_rows: ByTokens = ((0, 8),)  # rows of a batch, by tokens seen: pairs (tokens, rows)
+    lengths: ByTokens = ()  # tokens per row, by tokens seen, rising to data.seq_len; more rows while shorter; () = seq_len
     mtp_weight: ByTokens = ((0, 0.3), (15e12, 0.1))  # weight of the MTP loss, by tokens seen
     bias_rate: ByTokens = ((0, 0.001), (15e12, 0.0))  # step of the router bias, by tokens seen
     freeze: tuple[Part, ...] = ("indexer",)  # parts that do not train; dense pre-training gives the indexer no loss
@@ -60,13 +82,24 @@ class TrainConfig:
             set(self.freeze) < {"trunk", "indexer", "mtp"} and len(set(self.freeze)) == len(self.freeze),
             f"freeze={self.freeze}: some of trunk, indexer and mtp, not all",
         )
+        _check_indexer(self.freeze, self.loss.index_weight)
         check_by_tokens("mtp_weight", self.mtp_weight)
         check_by_tokens("bias_rate", self.bias_rate)
         self.plan()
 
     def plan(self) -> BatchPlan:
         """Rows and tokens of each step."""
-        return BatchPlan(self.batch_rows, self.micro_rows, self.data.seq_len)
+        return BatchPlan(self.batch_rows, self.micro_rows, self.data.seq_len, self.lengths)
+
+
+def _check_indexer(freeze: tuple[Part, ...], weight: float) -> None:
+    """The indexer learns from its own loss or not at all."""
+    frozen = "indexer" in freeze
+    check(not (frozen and weight > 0), f"loss.index_weight={weight}: the indexer is frozen (freeze={freeze}); set it to 0")
+    check(
+        frozen or weight > 0,
+        f"freeze={freeze}: the indexer has nothing to learn from; freeze it, or set loss.index_weight above 0",
+    )
 
 
 def tiny() -> TrainConfig:
@@ -98,4 +131,68 @@ def small() -> TrainConfig:
     )
 
 
-RECIPES = {f.__name__: f for f in (tiny, small)}
+# After pre-training both schedules by tokens stand at their last value (paper Appendix A).
+_AFTER_PRETRAINING = dict(mtp_weight=((0, 0.1),), bias_rate=((0, 0.0),))
+
+
+def midtrain() -> TrainConfig:
+    """Mid-training of `tiny`: longer rows in steps, whole documents, a larger rotary base (paper section 2.3).
+
+    GLM-5: 1T tokens in rows of 32,768, 500B of 131,072, 50B of 202,752; learning rate 4e-5 -> 1e-5, linear; rotary base
+    10,000 -> 1,000,000 (GLM-4.5); best-fit packing; mixture: software repositories, then long documents and agent traces.
+    Here: pre-training rows of 256 tokens become 512, 1,024 and 2,048; name a mixture with `data.sources` (PATH@WEIGHT).
+    """
+    return TrainConfig(
+        model=models.tiny(attention="dense", rope_theta=1e6),
+        data=DataConfig(tokenizer="bpe:2048", seq_len=2048, packing="best_fit", held_out=0.01),
+        lr=LearningRate("linear", peak=0.001, final=0.00025, warmup_steps=0),
+        loss=LossConfig(mtp_steps=1),
+        checkpoint=CheckpointConfig(every=50),
+        init=InitConfig(run="runs/tiny"),
+        steps=150,
+        micro_rows=1,
+        batch_rows=((0, 1),),
+        lengths=((0, 512), (50 * 2048, 1024), (100 * 2048, 2048)),
+        eval_every=50,
+        eval_rows=4,
+        **_AFTER_PRETRAINING,
+    )
+
+
+def dsa_warmup() -> TrainConfig:
+    """DSA warm-up after `midtrain`: only the indexer trains, towards the dense attention of its layers (section 2.1.1).
+
+    GLM-5: 1,000 steps of 14 rows of 202,752 tokens, learning rate 5e-3 -> 2e-4 (linear is our choice).
+    """
+    return dataclasses.replace(
+        midtrain(),
+        lr=LearningRate("linear", peak=0.005, final=0.0002, warmup_steps=0),
+        loss=LossConfig(mtp_steps=1, index_weight=1.0),
+        freeze=("trunk", "mtp"),
+        init=InitConfig(run="runs/midtrain"),
+        steps=100,
+        lengths=(),
+    )
+
+
+def dsa_sparse() -> TrainConfig:
+    """Sparse adaptation after `dsa_warmup`: everything trains under sparse attention (section 2.1.1).
+
+    The indexer learns from its KL over the selected keys, the rest from the LM loss; each gradient is clipped by its own norm.
+    GLM-5: 20B tokens of mid-training data at 202,752, learning rate constant at 1e-5, where mid-training ended; the weight
+    of the KL is not stated (1 here: Muon and AdamW do not depend on the scale of a gradient that no other one is added to).
+    A frozen indexer, as in RL: --freeze indexer --loss.index-weight 0.
+    """
+    return dataclasses.replace(
+        midtrain(),
+        model=models.tiny(attention="sparse", rope_theta=1e6),
+        lr=LearningRate("constant", peak=0.00025, warmup_steps=0),
+        loss=LossConfig(mtp_steps=1, index_weight=1.0),
+        freeze=(),
+        init=InitConfig(run="runs/dsa_warmup"),
+        steps=100,
+        lengths=(),
+    )
+
+
+RECIPES = {f.__name__: f for f in (tiny, small, midtrain, dsa_warmup, dsa_sparse)}
