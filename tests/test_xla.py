@@ -1,14 +1,20 @@
-"""Sparse attention in chunks: values and gradients against the definition in float64, and memory linear in T."""
+"""Selection and sparse attention in chunks against their definitions, gradients in float64, and memory linear in T."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from conftest import quick_compile
 from glm5_jax.sparse import reference, xla
 from glm5_jax.sparse.indexer import Index
+from glm5_jax.sparse.masks import Rows
+from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_grouped
 
 N, R, P, I, J = 3, 6, 4, 3, 8
 SHAPES = {"uneven": (2, 13, 17, 5), "more places than keys": (1, 16, 11, 20), "one query": (2, 1, 9, 4)}  # B, T, S, K
@@ -103,3 +109,85 @@ def test_the_largest_logit_is_that_of_real_queries():
     got = jax.jit(xla.attend, static_argnums=(3, 4, 5))(q, latent, selected, R, 0.3, 4).max_logit
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     assert expected < 0
+
+
+SPECIAL = [MASKED, -np.inf, -2.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, np.inf, np.nan]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 90), st.integers(1, 9), st.integers(1, 11), st.integers(0, 2**32 - 1))
+def test_top_k_in_groups_equals_top_k_for_any_scores(n_keys, k, group, seed):
+    rng = np.random.default_rng(seed)
+    few = rng.choice(np.array(SPECIAL, np.float32), rng.integers(1, 12))  # of few values: many ties
+    scores = rng.choice(few, (3, n_keys))
+    with quick_compile():
+        np.testing.assert_array_equal(select_top_k_grouped(scores, k, group), select_top_k(scores, k))
+
+
+def test_top_k_in_groups_equals_top_k_for_rising_and_tied_scores():
+    scores = np.stack([np.arange(500.0), np.zeros(500), np.arange(500.0)[::-1], np.arange(500) // 16 % 3]).astype(np.float32)
+    np.testing.assert_array_equal(select_top_k_grouped(scores, 7), select_top_k(scores, 7))
+
+
+def integers(rng, *shape):
+    """Small integers, of which sums are exact in any order, and tie often."""
+    return jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)
+
+
+ROWS = {  # B, T, S, K, slots of the queries, segments of the keys
+    "packed": (2, 45, 45, 5, np.arange(45), [[1] * 20 + [2] * 25, [1] * 3 + [2] * 30 + [3] * 12]),
+    "padded on the left": (2, 45, 45, 5, np.arange(45), [[0] * 20 + [1] * 25, [1] * 45]),
+    "more places than keys": (1, 10, 10, 30, np.arange(10), [[1] * 10]),
+    "one document, two keys": (1, 45, 45, 2, np.arange(45), [[1] * 45]),
+    "queries of a cache": (2, 3, 45, 4, np.arange(17, 20), [[1] * 20 + [0] * 25, [0] * 9 + [1] * 11 + [0] * 25]),
+    "last slots of a cache": (1, 2, 45, 4, np.arange(43, 45), [[1] * 45]),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
+@pytest.mark.parametrize("case", ROWS)
+def test_selection_equals_the_definition(case, chunk, monkeypatch):
+    monkeypatch.setattr(xla, "_KEY_BLOCK", 4)
+    b, t, s, k, slots, segments = ROWS[case]
+    rng, key_segment = np.random.default_rng(2), jnp.array(segments)
+    index = Index(integers(rng, b, t, I, J), integers(rng, b, s, J), integers(rng, b, t, I))
+    index = index._replace(k=jnp.where(key_segment[..., None] == 0, jnp.nan, index.k))
+    rows = Rows(jnp.tile(jnp.array(slots, jnp.int32), (b, 1)), key_segment[:, slots])
+    with quick_compile():
+        got = jax.jit(xla.select, static_argnums=(3, 4))(index, rows, key_segment, k, chunk)
+        expected = reference.select(index, rows, key_segment, k)
+    np.testing.assert_array_equal(got, expected)
+    assert got.dtype == jnp.int32 and (np.asarray(expected) >= 0).any()
+
+
+def test_tied_scores_select_the_lowest_positions():
+    rows, ones = Rows(jnp.arange(30)[None], jnp.ones((1, 30), jnp.int32)), jnp.ones((1, 30), jnp.int32)
+    index = Index(jnp.zeros((1, 30, I, J)), jnp.zeros((1, 30, J)), jnp.ones((1, 30, I)))
+    got = xla.select(index, rows, ones, 3, 8)
+    np.testing.assert_array_equal(got[0, 2:], np.tile([0, 1, 2], (28, 1)))
+
+
+def footprint(fn, *shapes):
+    """(bytes of temporaries, elements of the largest array) of the compiled program of a function of float32 arrays."""
+    with quick_compile():
+        program = jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
+    sizes = [np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"\w\d+\[([\d,]+)\]", program.as_text())]
+    return program.memory_analysis().temp_size_in_bytes, max(sizes)
+
+
+def test_memory_grows_linearly_with_the_length_of_a_row():
+    n, r, p, k, i, j = 2, 16, 8, 64, 2, 8
+
+    def loss(t, q, latent, index_q, index_k, w):
+        ones, index = jnp.ones((1, t), jnp.int32), Index(index_q, index_k, w)
+        selected = xla.select(index, Rows(jnp.arange(t)[None], ones), ones, k, 512)
+        a = xla.attend(q, latent, selected, r, 0.2, 512, index)
+        return jnp.sum(a.out**2) + jnp.sum(a.kl)
+
+    def measure(t):
+        shapes = (1, t, n, r + p), (1, t, r + p), (1, t, i, j), (1, t, j), (1, t, i)
+        return footprint(jax.grad(functools.partial(loss, t), (0, 1, 2, 3, 4)), *shapes)
+
+    (half, _), (whole, largest) = measure(16_384), measure(32_768)
+    assert whole <= 2.2 * half
+    assert largest < 32_768**2

@@ -6,36 +6,80 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.layers.norm import at_least_float32
-from glm5_jax.sparse import reference
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.loss import index_kl
-from glm5_jax.sparse.masks import Rows, in_query_blocks
+from glm5_jax.sparse.masks import Rows, visible
 from glm5_jax.sparse.reference import Attended
-from glm5_jax.sparse.topk import MASKED
+from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_grouped
+
+_KEY_BLOCK = 2048  # keys whose scores are computed at once
+_WIDTHS = 8  # selections are made among the first 1/8, 2/8, .. of the keys, as many as a chunk's queries can see
 
 
 def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int) -> jax.Array:
-    """See `reference.select`; scores exist for `chunk` queries at a time."""
+    """See `reference.select`; scores exist for at most `chunk` queries at a time, and those of single heads for a few keys.
 
-    def choose(q, w, rows):
-        return reference.select(Index(q, index.k, w), rows, key_segment, k), jax.numpy.float32(0)
+    Keys behind the last query of a chunk are not visited.
+    """
+    index = jax.lax.stop_gradient(index)
+    s = key_segment.shape[1]
+    n_blocks = max(1, -(-s // _KEY_BLOCK))
+    block = -(-s // n_blocks)
+    keys, key_segment = (_pad(x, 1, n_blocks * block) for x in (index.k, key_segment))
+    widths = sorted({block * -(-n_blocks * i // _WIDTHS) for i in range(1, _WIDTHS + 1)})
+    choices = [functools.partial(_choose, width=width, k=k, places=min(k, s)) for width in widths]
 
-    return in_query_blocks(choose, chunk, index.q, index.w, rows)[0]
+    def choose(x):
+        q, w, rows = x
+        visited = 1 + jnp.max(rows.slot) // block
+        scores = _block_scores(q, w, rows, keys, key_segment, block, jnp.clip(visited, 0, n_blocks))
+        return jax.lax.switch(jnp.searchsorted(jnp.array(widths), visited * block), choices, scores)
+
+    chunk = _rows_at_once(chunk, rows.slot.shape, 4 * n_blocks * block, _SCORE_BYTES)
+    return _join(rows.slot.shape[1], jax.lax.map(choose, _split(chunk, (index.q, index.w, rows))))
+
+
+def _block_scores(q, w, rows: Rows, keys, key_segment, block: int, n_blocks):
+    """Index scores [B,t,S] of the first `n_blocks` blocks of keys, `MASKED` for invisible keys and all others."""
+
+    def score(j, scores):
+        at = j * block
+        k, segment = (jax.lax.dynamic_slice_in_dim(x, at, block, axis=1) for x in (keys, key_segment))
+        dots = _dot("btij,bsj->btis", q, k) * q.shape[-1] ** -0.5
+        total = jnp.einsum("btis,bti->bts", jax.nn.relu(dots), w, precision="highest")
+        seen = visible(Rows(rows.slot - at, rows.segment), segment)
+        return jax.lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, total, MASKED), at, axis=2)
+
+    scores = jnp.full((*rows.slot.shape, keys.shape[1]), MASKED, jnp.promote_types(w.dtype, at_least_float32(q.dtype)))
+    return jax.lax.fori_loop(0, n_blocks, score, scores)
+
+
+def _choose(scores, width: int, k: int, places: int):
+    """Selection among the first `width` keys, int32 [B,t,places]."""
+    # With fewer groups per selected key the search in groups costs more than it saves.
+    best = select_top_k_grouped if width >= 64 * k else select_top_k
+    return _pad(best(scores[..., :width], k), 2, places, fill=-1)[..., :places]
 
 
 def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Index | None = None) -> Attended:
     """See `reference.attend`; latents are gathered for at most `chunk` queries at a time, forward and backward."""
-    b, t, k = selected.shape
-    room = _gathered_bytes() // max(1, b * k * latent.shape[-1] * latent.dtype.itemsize)
-    chunk = max(1, min(chunk, t, room))
-    chunk = 1 << (chunk.bit_length() - 1)  # a power of two divides most lengths: nothing needs padding
+    gathered = selected.shape[2] * latent.shape[2] * latent.dtype.itemsize
+    chunk = _rows_at_once(chunk, selected.shape[:2], gathered, _GATHERED_BYTES)
     out, top, kl = _attend(rank, scale, chunk, q, latent, selected, index)
     return Attended(out, jax.lax.stop_gradient(top), kl)
 
 
-def _gathered_bytes() -> int:
-    """What the latents gathered at once may fill: a CPU core's cache, or a small part of an accelerator's memory."""
-    return 3 << 19 if jax.default_backend() == "cpu" else 256 << 20
+# What a chunk may fill with the latents it gathers, or with scores: (a CPU's cache, a small part of another memory).
+_GATHERED_BYTES = (3 << 19, 256 << 20)
+_SCORE_BYTES = (4 << 20, 256 << 20)
+
+
+def _rows_at_once(chunk: int, shape, row_bytes: int, room: tuple[int, int]) -> int:
+    """Queries of each of the rows of shape [B,T] to take at once: `chunk`, or fewer if each needs `row_bytes` of `room`."""
+    b, t = shape
+    room = room[jax.default_backend() != "cpu"]
+    n = max(1, min(chunk, t, room // max(1, b * row_bytes)))
+    return 1 << (n.bit_length() - 1)  # a power of two divides most T: nothing needs to be filled up
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -136,7 +180,7 @@ def _reader(rows):
     if rows is None:
         return None
     s = rows.shape[1]
-    rows = jnp.pad(rows, [(0, 0), (0, 1), (0, 0)])  # one more row, of zeros, for -1
+    rows = _pad(rows, 1, s + 1)  # a row of zeros for -1
     read = _by_batch(lambda rows, at: rows.at[at].get(mode="promise_in_bounds"))
     return lambda at: read(rows, jnp.where(at < 0, s, at))
 
@@ -163,7 +207,7 @@ def _split(chunk: int, arrays):
 
     def split(x):
         fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
-        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+        x = _pad(x, 1, -(-x.shape[1] // chunk) * chunk, fill)
         return _swap(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]))
 
     return jax.tree.map(split, arrays)
@@ -182,3 +226,8 @@ def _join(t: int, arrays):
 def _swap(x):
     """x with its first two axes exchanged; XLA copies even where one is 1, unless told that it is a mere reshape."""
     return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]) if 1 in x.shape[:2] else jnp.swapaxes(x, 0, 1)
+
+
+def _pad(x, axis: int, size: int, fill=0):
+    """x, filled up to `size` along an axis."""
+    return jnp.pad(x, [(0, max(0, size - n) if a == axis else 0) for a, n in enumerate(x.shape)], constant_values=fill)
