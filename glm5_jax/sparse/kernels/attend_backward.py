@@ -14,9 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm5_jax.sparse.kernels import parts
 from glm5_jax.sparse.kernels.parts import CORES, Plan, Queries
-from glm5_jax.sparse.kernels.tiles import Lists, index_start
-
-_SLOTS = 3  # blocks of key gradients in VMEM: one arrives, one is added to, one leaves
+from glm5_jax.sparse.kernels.tiles import LANES, Lists, index_start
 
 
 class Given(NamedTuple):
@@ -32,110 +30,120 @@ class Given(NamedTuple):
 
 
 def backward(plan: Plan, queries: Queries, given: Given, rows: jax.Array, lists: Lists) -> tuple[Queries, jax.Array]:
-    """Gradients of the queries, and float32 [B,S',W] of the keys in the order of a row (see `tiles.pack_rows`)."""
+    """Gradients of the queries, and float32 [B,S',lanes] of the keys in the order of a row (see `tiles.pack_rows`)."""
     b, tiles = lists.blocks.shape[:2]
-    scalars, vectors = parts.lists_specs(lists)
+    lists, lists_specs = parts.lists_operands(plan, lists)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    key_gradients = jnp.zeros((b, CORES, rows.shape[1], plan.row), jnp.float32)
-    operands = (lists, lists.entries, queries, given, rows, key_gradients)
-    loss = plan.index_heads > 0
-    d_queries, d_rows = pl.pallas_call(
+    ledger = jnp.pad(rows, ((0, 0), (0, 0), (0, plan.gradient_lines * LANES)))
+    ledger = jnp.broadcast_to(ledger[:, None], (b, CORES, *ledger.shape[1:])).reshape(b, CORES, -1, LANES)
+    operands = (*lists, queries, given, ledger)
+    d_queries, ledger = pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(b, CORES, tiles // CORES),
-        in_specs=[scalars, vectors, parts.own_all(queries), parts.own_all(given), in_hbm, in_hbm],
+        in_specs=[*lists_specs, parts.own_all(queries), parts.own_all(given), in_hbm],
         out_specs=(parts.own_all(queries), in_hbm),
-        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (queries, key_gradients)),
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (queries, ledger)),
         input_output_aliases={len(jax.tree.leaves(operands)) - 1: len(jax.tree.leaves(queries))},
         scratch_shapes=dict(
-            buffer=parts.key_buffer(plan), arrived=pltpu.SemaphoreType.DMA((2,)),
-            grads=parts.block_buffer(plan, _SLOTS, plan.row, jnp.float32),
-            read=pltpu.SemaphoreType.DMA((_SLOTS,)), written=pltpu.SemaphoreType.DMA((_SLOTS,)),
-            d_q=pltpu.VMEM((plan.matrix, plan.width), jnp.float32),
-            d_index=_index_scratch(plan) if loss else None,
+            before=parts.block_buffers(plan, plan.key_lines + plan.gradient_lines, jnp.int32),
+            after=parts.block_buffers(plan, plan.gradient_lines, jnp.int32),
+            read=pltpu.SemaphoreType.DMA((2,)), written=pltpu.SemaphoreType.DMA((2,)),
+            d_q=pltpu.VMEM((plan.matrix, plan.width), jnp.float32), d_index=_index_scratch(plan),
         ),
         compiler_params=parts.compiler_params("arbitrary"),
         interpret=plan.interpret,
         name="attend_backward",
     )(*operands)  # fmt: skip
-    return d_queries, jnp.sum(d_rows, axis=1)
+    found = ledger.reshape(b, CORES, rows.shape[1], -1)[..., plan.key_lines * LANES :]
+    return d_queries, jnp.sum(jax.lax.bitcast_convert_type(found, jnp.float32), axis=1)
 
 
 def _index_scratch(plan):
     """VMEM for the gradients of index queries and head weights."""
     lines = plan.tile * plan.index_heads
-    return pltpu.VMEM((lines, plan.index_width), jnp.float32), pltpu.VMEM((lines, 1), jnp.float32)
+    return [pltpu.VMEM(x, jnp.float32) for x in ((lines, plan.index_width), (lines, 1))] if lines else []
 
 
 def _kernel(
-    plan, lists, entries, queries, given, rows, _, d_queries, d_rows,
-    *, buffer, arrived, grads, read, written, d_q, d_index,
-):  # fmt: skip
+    plan, lists, vectors, queries, given, _, d_queries, ledger, *, before, after, read, written, d_q, d_index
+):
     batch, core, blocks = pl.program_id(0), pl.program_id(1), lists.blocks[0, 0, 0, 0]
-    visit = _visit(plan, entries, queries, given, d_q, d_index)
+    last = lists.entries.shape[0] // plan.block - 1  # a block of zero rows that no other block names
+    visit = _visit(plan, vectors, queries, given, d_q, d_index)
+    lines = plan.key_lines + plan.gradient_lines
 
-    def fetch(j):
-        slot, place3 = j % 2, j % _SLOTS
+    def fetch(side):
+        """Starts the copy of a key and its gradient so far."""
 
-        def start(position, place):
-            pltpu.make_async_copy(rows.at[batch, position], buffer.at[(slot, *place)], arrived.at[slot]).start()
-            row = d_rows.at[batch, core, position]
-            pltpu.make_async_copy(row, grads.at[(place3, *place)], read.at[place3]).start()
+        def start(position, i):
+            row = parts.lines_of(ledger.at[batch, core], position, lines)
+            pltpu.make_async_copy(row, parts.lines_of(before[side], i, lines), read.at[side]).start()
 
-        parts.for_rows(plan, lists.entries, j, start)
+        return start
 
-    def put(j):
-        slot = j % _SLOTS
+    def put(side):
+        """Starts the copy of a key's new gradient."""
 
-        def start(position, place):
-            row = d_rows.at[batch, core, position]
-            pltpu.make_async_copy(grads.at[(slot, *place)], row, written.at[slot]).start()
+        def start(position, i):
+            row = parts.lines_of(ledger.at[batch, core], position, lines, plan.key_lines, plan.gradient_lines)
+            of = parts.lines_of(after[side], i, plan.gradient_lines)
+            pltpu.make_async_copy(of, row, written.at[side]).start()
 
-        parts.for_rows(plan, lists.entries, j, start)
+        return start
 
-    def left(j):
-        parts.wait_for_block(grads, j % _SLOTS, written)
+    def one(j, side):
+        parts.wait_for(before[side], read.at[side])
+        parts.for_rows(plan, lists.entries, j + 1, fetch(1 - side), unroll=True)
+        # Not right after block j - 1, so that the copies start during the products of block j.
+        parts.for_rows(plan, lists.entries, jnp.where(j > 0, j - 1, last), put(1 - side), unroll=True)
+        found = visit(j, parts.read_keys(plan, before[side]))
+        left = functools.partial(parts.wait_for, after[side], written.at[side])
+        if side == 0:
+            pl.when(j >= 2)(left)
+        else:
+            left()
+        parts.write_gradients(plan, after[side], before[side], found)
 
-    def step(j, carry):
-        @pl.when(j + 1 < blocks)
-        def _():
-            pl.when(j + 1 >= _SLOTS)(lambda: left(j + 1 - _SLOTS))
-            fetch(j + 1)
-
-        parts.wait_for_block(buffer, j % 2, arrived)
-        parts.wait_for_block(grads, j % _SLOTS, read)
-        visit(j, parts.read_block(buffer, j % 2), grads.at[j % _SLOTS])
-        put(j)
+    def two(i, carry):
+        one(2 * i, 0)
+        one(2 * i + 1, 1)
         return carry
 
-    for x in jax.tree.leaves((d_q, d_index)):
+    for x in (d_q, *d_index):
         x[...] = jnp.zeros_like(x)
-    fetch(0)
-    jax.lax.fori_loop(0, blocks, step, 0)
-    for late in range(_SLOTS, 0, -1):  # before the next tile reads the same rows
-        pl.when(blocks >= late)(functools.partial(left, blocks - late))
+    parts.for_rows(plan, lists.entries, 0, fetch(0), unroll=False)
+    jax.lax.fori_loop(0, blocks // 2, two, 0)
+    parts.for_rows(plan, lists.entries, jnp.where(blocks > 0, blocks - 1, last), put(1), unroll=False)
+    parts.wait_for(before[0], read.at[0])
+    pl.when(blocks > 0)(lambda: parts.wait_for(after[0], written.at[0]))
+    parts.wait_for(after[1], written.at[1])  # before the next tile reads the same rows
     d_queries.q[0, 0] = d_q[...].astype(plan.dtype)
-    if d_index is not None:
+    if d_index:
         d_queries.index_q[0, 0] = d_index[0][...].astype(plan.dtype)
         d_queries.w[0, 0] = parts.as_lanes(d_index[1][...], plan.index_heads, plan.index_heads)
 
 
-def _visit(plan, entries, queries, given, d_q, d_index):
-    """visit(j, keys [block,W], grads) adds what the keys of block j contribute to d_q, d_index and grads [block/8,8,W]."""
+def _visit(plan, vectors, queries, given, d_q, d_index):
+    """visit(j, keys [block,W]) adds to d_q and d_index and returns the gradients of block j.
+
+    They are a list of (first lane in the row, float32 [block,_]), to be added up.
+    """
     q, d_out, stats = queries.q[0, 0], given.d_out[0, 0], given.stats[0, 0]
     lse = parts.as_column(stats, plan.head_rows)
     through_sum = jnp.sum(d_out.astype(jnp.float32) * given.out[0, 0].astype(jnp.float32), axis=1, keepdims=True)
 
-    def visit(j, keys, grads):
-        mask = parts.selected(plan, parts.words(plan, entries, j))
+    def visit(j, keys):
+        mask = parts.selected(plan, parts.words(plan, vectors, j))
         p = jnp.exp(parts.attention_scores(plan, q, keys, mask) - lse)
         d_p = parts.product(plan, d_out, keys[:, : plan.rank], (1, 1))
         d_scores = (p * (d_p - through_sum) * plan.scale).astype(plan.dtype)
         d_q[...] += parts.product(plan, d_scores, keys[:, : plan.width], (1, 0))
-        _add(grads, 0, parts.product(plan, d_scores, q, (0, 0)))
-        _add(grads, 0, parts.product(plan, p.astype(plan.dtype), d_out, (0, 0)))
-        if d_index is not None:
-            d_index_k = _index_loss(plan, queries, stats, keys, mask, parts.mean_over_heads(plan, p), d_index)
-            _add(grads, index_start(plan.width), d_index_k)
+        d_latent = parts.product(plan, d_scores, q, (0, 0))
+        d_value = parts.product(plan, p.astype(plan.dtype), d_out, (0, 0))
+        if not d_index:
+            return [(0, d_latent), (0, d_value)]
+        d_index_k = _index_loss(plan, queries, stats, keys, mask, parts.mean_over_heads(plan, p), d_index)
+        return [(0, d_latent), (0, d_value), (index_start(plan.width), d_index_k)]
 
     return visit
 
@@ -154,9 +162,3 @@ def _index_loss(plan, queries, stats, keys, mask, target, d_index):
     d_dots = (jnp.where(dots > 0, d_x * w, 0) * plan.index_width**-0.5).astype(plan.dtype)
     d_index_q[...] += parts.product(plan, d_dots, index_k, (1, 0))
     return parts.product(plan, d_dots, index_q, (0, 0))
-
-
-def _add(grads, start, x):
-    """grads [block/8,8,W] += x [block,_] from lane `start` on."""
-    steps, sublanes, _ = grads.shape
-    grads[:, :, start : start + x.shape[1]] += x.reshape(steps, sublanes, -1)

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm5_jax.sparse.kernels import parts
 from glm5_jax.sparse.kernels.parts import CORES, Plan, Queries
-from glm5_jax.sparse.kernels.tiles import Lists
+from glm5_jax.sparse.kernels.tiles import LANES, Lists
 from glm5_jax.sparse.topk import MASKED
 
 
@@ -23,35 +23,35 @@ def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tupl
     """
     b, tiles = lists.blocks.shape[:2]
     one, column = (plan.matrix, plan.rank), pltpu.VMEM((plan.matrix, 1), jnp.float32)
-    scalars, vectors = parts.lists_specs(lists)
+    lists, lists_specs = parts.lists_operands(plan, lists)
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(b, CORES, tiles // CORES),
-        in_specs=[scalars, vectors, parts.own_all(queries), pl.BlockSpec(memory_space=pltpu.HBM)],
+        in_specs=[*lists_specs, parts.own_all(queries), pl.BlockSpec(memory_space=pltpu.HBM)],
         out_specs=[parts.own(tiles, *one), parts.own(tiles, plan.tile, plan.stats)],
         out_shape=[
             jax.ShapeDtypeStruct((b, tiles, *one), plan.dtype),
             jax.ShapeDtypeStruct((b, tiles, plan.tile, plan.stats), jnp.float32),
         ],
         scratch_shapes=dict(
-            buffer=parts.key_buffer(plan), arrived=pltpu.SemaphoreType.DMA((2,)),
+            buffers=parts.block_buffers(plan, plan.key_lines, jnp.int32), arrived=pltpu.SemaphoreType.DMA((2,)),
             acc=pltpu.VMEM(one, jnp.float32), top=column, total=column,
         ),
         compiler_params=parts.compiler_params("parallel"),
         interpret=plan.interpret,
         name="attend",
-    )(lists, lists.entries, queries, rows)  # fmt: skip
+    )(*lists, queries, rows.reshape(b, -1, LANES))  # fmt: skip
 
 
-def _kernel(plan, lists, entries, queries, rows, out, stats, *, buffer, arrived, acc, top, total):
-    walk = functools.partial(_walk, plan, lists, pl.program_id(0), rows, buffer, arrived)
+def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived, acc, top, total):
+    walk = functools.partial(_walk, plan, lists, pl.program_id(0), rows, buffers, arrived)
     q = queries.q[0, 0]
     acc[...] = jnp.zeros_like(acc)
     top[...] = jnp.full_like(top, MASKED / 2)
     total[...] = jnp.zeros_like(total)
 
     def attend(j, keys, carry):
-        scores = parts.attention_scores(plan, q, keys, parts.selected(plan, parts.words(plan, entries, j)))
+        scores = parts.attention_scores(plan, q, keys, parts.selected(plan, parts.words(plan, vectors, j)))
         highest = jnp.maximum(top[...], jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp(scores - highest)
         shrink = jnp.exp(top[...] - highest)
@@ -69,33 +69,36 @@ def _kernel(plan, lists, entries, queries, rows, out, stats, *, buffer, arrived,
     highest = jnp.max(top[...].reshape(plan.tile, plan.head_rows, 1), axis=1)
     own = parts.set_column(own, plan.top, highest)
     if plan.index_heads:
-        index_lse, kl = _index_loss(plan, walk, entries, queries, lse)
+        index_lse, kl = _index_loss(plan, walk, vectors, queries, lse)
         own = parts.set_column(parts.set_column(own, plan.index_lse, index_lse), plan.kl, kl)
     stats[0, 0] = own
 
 
-def _walk(plan, lists, batch, rows, buffer, arrived, visit, carry):
+def _walk(plan, lists, batch, rows, buffers, arrived, visit, carry):
     """Folds visit(j, keys [block,W], carry) over the blocks of a tile's list."""
-    blocks = lists.blocks[0, 0, 0, 0]
 
-    def fetch(j):
-        slot = j % 2
+    def fetch(side):
+        def start(position, i):
+            row = parts.lines_of(rows.at[batch], position, plan.key_lines)
+            to = parts.lines_of(buffers[side], i, plan.key_lines)
+            pltpu.make_async_copy(row, to, arrived.at[side]).start()
 
-        def start(position, place):
-            pltpu.make_async_copy(rows.at[batch, position], buffer.at[(slot, *place)], arrived.at[slot]).start()
+        return start
 
-        parts.for_rows(plan, lists.entries, j, start)
+    def one(j, side, carry):
+        parts.wait_for(buffers[side], arrived.at[side])
+        # Behind the last block of a list there are zero rows to fetch.
+        parts.for_rows(plan, lists.entries, j + 1, fetch(1 - side), unroll=True)
+        return visit(j, parts.read_keys(plan, buffers[side]), carry)
 
-    def step(j, carry):
-        pl.when(j + 1 < blocks)(lambda: fetch(j + 1))
-        parts.wait_for_block(buffer, j % 2, arrived)
-        return visit(j, parts.read_block(buffer, j % 2), carry)
-
-    fetch(0)
-    return jax.lax.fori_loop(0, blocks, step, carry)
+    parts.for_rows(plan, lists.entries, 0, fetch(0), unroll=False)
+    two = lambda i, carry: one(2 * i + 1, 1, one(2 * i, 0, carry))  # noqa: E731
+    carry = jax.lax.fori_loop(0, lists.blocks[0, 0, 0, 0] // 2, two, carry)
+    parts.wait_for(buffers[0], arrived.at[0])
+    return carry
 
 
-def _index_loss(plan, walk, entries, queries, lse):
+def _index_loss(plan, walk, vectors, queries, lse):
     """(log-sum-exp of the index scores, KL(p || softmax(index scores))), each [g,1], p from the log-sum-exp of attention.
 
     With x the scores and m their maximum, KL = sum p log p + sum p (m - x) + log(sum exp(x - m)), whose terms are not
@@ -106,7 +109,7 @@ def _index_loss(plan, walk, entries, queries, lse):
 
     def visit(j, keys, carry):
         top, total, mass, entropy, below = carry
-        mask = parts.selected(plan, parts.words(plan, entries, j))
+        mask = parts.selected(plan, parts.words(plan, vectors, j))
         p = jnp.exp(parts.attention_scores(plan, q, keys, mask) - lse)
         p = parts.mean_over_heads(plan, p)
         x = parts.index_scores(plan, parts.index_dots(plan, index_q, keys)[0], w)

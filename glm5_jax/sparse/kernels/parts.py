@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm5_jax.sparse.kernels.tiles import SHIFT, Lists, index_start, row_width, unpack_rows
+from glm5_jax.sparse.kernels.tiles import LANES, SHIFT, Lists, index_start, row_lines, row_width, unpack_rows
 from glm5_jax.sparse.topk import MASKED
 
 # v4 and v5p run a parallel grid dimension on both cores of the chip, which share HBM; elsewhere one core does both halves.
 CORES = 2
-_WRITTEN_OUT = 8  # row copies in one step of a loop; also the sublanes of a 32-bit register, so a row is (step, constant)
 
 
 class Plan(NamedTuple):
@@ -50,9 +49,19 @@ class Plan(NamedTuple):
         return row_width(self.width, self.index_width, self.dtype)
 
     @property
+    def key_lines(self) -> int:
+        """Lines of a key's row."""
+        return row_lines(self.width, self.index_width, self.dtype)
+
+    @property
+    def gradient_lines(self) -> int:
+        """Lines of a key's gradient, float32 in the order of the row."""
+        return self.row // LANES
+
+    @property
     def stats(self) -> int:
         """Lanes of the statistics of a query: log-sum-exp of each head, then the three columns below."""
-        return -(-(self.head_rows + 3) // 128) * 128
+        return -(-(self.head_rows + 3) // LANES) * LANES
 
     @property
     def index_lse(self) -> int:
@@ -89,53 +98,79 @@ def own_all(tree):
     return jax.tree.map(lambda x: own(*x.shape[1:]), tree)
 
 
-def lists_specs(lists: Lists):
-    """Block specs for (lists, their entries again): scalars for addresses of rows, vectors for masks."""
-    scalars = jax.tree.map(lambda x: own(*x.shape[1:], memory_space=pltpu.SMEM), lists)
-    return scalars, own(*lists.entries.shape[1:])
+def lists_operands(plan: Plan, lists: Lists):
+    """((scalars, vectors), their block specs): the same lists, where a kernel reads addresses and where it reads masks."""
+    b, tiles = lists.blocks.shape[:2]
+    length = lists.entries.size // (b * tiles)
+    lanes = min(plan.block, LANES)
+    per_core = tiles // CORES
+    entries = pl.BlockSpec((length,), lambda b, c, t: (b * tiles + c * per_core + t,), memory_space=pltpu.SMEM)
+    scalars = Lists(entries, own(tiles, 1, 1, memory_space=pltpu.SMEM))
+    vectors = lists.entries.reshape(b, tiles, length // lanes, lanes)
+    return (lists, vectors), (scalars, own(tiles, length // lanes, lanes))
 
 
-def for_rows(plan: Plan, entries, j, act):
-    """Calls act(position, place) for the keys of block j; place = (step, row within the step) indexes [block/8,8,_]."""
-    lanes = entries.shape[-1]
-    steps = lanes // _WRITTEN_OUT
+def for_rows(plan: Plan, entries, j, act, unroll: bool):
+    """Calls act(position, i) for the keys i of block j.
 
-    def several(step, _):
-        line = j * (plan.block // lanes) + step // steps
-        for i in range(_WRITTEN_OUT):
-            act(entries[0, 0, line, step % steps * _WRITTEN_OUT + i] >> SHIFT, (step, i))
+    Args:
+      unroll: writes all calls out. Starting a copy takes scalar instructions; written out, with buffers that differ from
+        those of the computation around them, the compiler puts them beside its vector instructions.
+    """
+
+    def one(i, _):
+        act(entries[j * plan.block + i] >> SHIFT, i)
         return 0
 
-    jax.lax.fori_loop(0, plan.block // _WRITTEN_OUT, several, 0)
+    jax.lax.fori_loop(0, plan.block, one, 0, unroll=plan.block if unroll else 8)
 
 
-def block_buffer(plan: Plan, slots: int, width: int, dtype) -> pltpu.VMEM:
-    """VMEM for some blocks of rows."""
-    return pltpu.VMEM((slots, plan.block // _WRITTEN_OUT, _WRITTEN_OUT, width), dtype)
+def block_buffers(plan: Plan, lines: int, dtype) -> list:
+    """VMEM for two blocks of rows: while one is computed with, the other one arrives or leaves."""
+    return [pltpu.VMEM((plan.block * lines, LANES), dtype)] * 2
 
 
-def key_buffer(plan: Plan) -> pltpu.VMEM:
-    """VMEM for two blocks of rows of `tiles.pack_rows`: one is computed with while the next one arrives."""
-    return block_buffer(plan, 2, plan.row, jnp.float32) if plan.dtype == jnp.float32 else block_buffer(
-        plan, 2, plan.row // 2, jnp.int32
-    )
+def lines_of(array, row, lines: int, first: int = 0, count: int | None = None):
+    """Where (some of) the lines of a row are in an array [rows*lines,128]."""
+    return array.at[pl.ds(row * lines + first, count or lines)]
 
 
-def wait_for_block(buffer, slot, semaphore):
-    """Waits until as many bytes as a block of the buffer has were copied."""
-    whole = buffer.at[slot]
-    pltpu.make_async_copy(whole, whole, semaphore.at[slot]).wait()
+def wait_for(buffer, semaphore):
+    """Waits until as many bytes as the buffer has were copied."""
+    pltpu.make_async_copy(buffer, buffer, semaphore).wait()
 
 
-def read_block(buffer, slot):
-    """Keys [block,W] that lie in a slot of a `key_buffer`."""
-    return unpack_rows(buffer[slot].reshape(-1, buffer.shape[-1]))
+def read_keys(plan: Plan, buffer):
+    """Keys [block,W] in a buffer whose rows begin with a row of `tiles.pack_rows`."""
+    words = [read_line(plan, buffer, i) for i in range(plan.key_lines)]
+    return unpack_rows(jnp.concatenate(words, axis=-1), plan.dtype)
 
 
-def words(plan: Plan, entries, j):
+def read_line(plan: Plan, buffer, i: int):
+    """[block,128]: line i of all rows of a buffer."""
+    return buffer[pl.ds(i, plan.block, buffer.shape[0] // plan.block), :]
+
+
+def write_gradients(plan: Plan, after, before, found: list):
+    """Fills the buffer `after` with the gradients of a block: those in `before`, behind the keys, plus what was found.
+
+    Args:
+      found: (first lane, a multiple of 128; x float32 [block,_]) pairs.
+    """
+    for i in range(plan.gradient_lines):
+        total = jax.lax.bitcast_convert_type(read_line(plan, before, plan.key_lines + i), jnp.float32)
+        for start, x in found:
+            lane = i * LANES - start
+            if 0 <= lane < x.shape[1]:
+                part = x[:, lane : lane + LANES]
+                total += jnp.pad(part, ((0, 0), (0, LANES - part.shape[1])))
+        after[pl.ds(i, plan.block, plan.gradient_lines), :] = jax.lax.bitcast_convert_type(total, jnp.int32)
+
+
+def words(plan: Plan, vectors, j):
     """int32 [1,block]: which queries selected the keys of block j."""
-    lines = plan.block // entries.shape[-1]
-    row = jnp.concatenate([entries[0, 0, pl.ds(j * lines + i, 1), :] for i in range(lines)], axis=-1)
+    lines = plan.block // vectors.shape[-1]
+    row = jnp.concatenate([vectors[0, 0, pl.ds(j * lines + i, 1), :] for i in range(lines)], axis=-1)
     return row & ((1 << SHIFT) - 1)
 
 

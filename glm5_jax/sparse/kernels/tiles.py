@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 SHIFT = 8  # bits of a word, so at most 8 queries a tile
 MOST_KEYS = 1 << 31 - SHIFT  # positions that fit above a word
-_LANES = 128
+LANES = 128
 _END = 2**31 - 1  # sorts behind every entry
 
 
@@ -19,13 +19,19 @@ class Lists(NamedTuple):
     """The union of the selections of each tile.
 
     Attributes:
-      entries: int32 [B,tiles,L/l,l], l = min(block, 128), positions ascending. Behind the real entries come positions
-        S, S+1, ... with word 0, so that every block has `block` different rows to fetch.
-      blocks: int32 [B,tiles,1,1], how many blocks of entries are to be read, at least 1.
+      entries: int32 [B*tiles*L], L from `list_length`; those of a tile ascend. Behind them come entries with word 0 whose
+        positions S, S+1, ... name zero rows. They differ within a block and in neighbouring blocks, and the last block of
+        a list shares none with any other.
+      blocks: int32 [B,tiles,1,1], how many blocks of entries are to be read, an even number.
     """
 
     entries: jax.Array
     blocks: jax.Array
+
+
+def list_length(tile: int, k: int, block: int) -> int:
+    """Entries of a list: room for all selections, one block of zero rows, and what the tiling of 1D memory asks for."""
+    return _up(_up(tile * k, 2 * block) + block, max(1024, block))
 
 
 def union_lists(selected: jax.Array, n_keys: int, tile: int, block: int, chunk: int) -> Lists:
@@ -33,19 +39,16 @@ def union_lists(selected: jax.Array, n_keys: int, tile: int, block: int, chunk: 
 
     Args:
       selected: int32 [B,T,K], T a multiple of tile; the positions of a query differ, those outside [0,S) count as none.
-      n_keys: S. tile: a power of two, at most SHIFT. block: entries that a kernel handles at once. chunk: queries whose
-      selections are sorted at the same time.
+      n_keys: S. tile: a power of two, at most SHIFT. block: entries that a kernel handles at once, a power of two.
+      chunk: queries whose selections are sorted at the same time.
     """
     b, t, k = selected.shape
-    lanes = min(block, _LANES)
-    length = _up(tile * k, block)
-
-    def one_tile(chosen):
-        return _union(chosen, n_keys, length, block)
-
+    length = list_length(tile, k, block)
     chosen = selected.reshape(b * t // tile, tile, k)
-    entries, blocks = jax.lax.map(one_tile, chosen, batch_size=max(1, chunk // tile))
-    return Lists(entries.reshape(b, t // tile, length // lanes, lanes), blocks.reshape(b, t // tile, 1, 1))
+    entries, blocks = jax.lax.map(
+        lambda chosen: _union(chosen, n_keys, length, block), chosen, batch_size=max(1, chunk // tile)
+    )
+    return Lists(entries.reshape(-1), blocks.reshape(b, t // tile, 1, 1))
 
 
 def _union(chosen, n_keys, length, block):
@@ -64,8 +67,9 @@ def _union(chosen, n_keys, length, block):
     count = jnp.sum(first, dtype=jnp.int32)
     slot = jnp.arange(length, dtype=jnp.int32)
     entries = jnp.pad(entries, (0, length - len(entries)))
-    entries = jnp.where(slot < count, entries, n_keys + slot % block << SHIFT)
-    return entries, jnp.maximum(1, (count + block - 1) // block)
+    empty = jnp.where(slot < length - block, slot % (2 * block), 2 * block + slot % block)
+    entries = jnp.where(slot < count, entries, n_keys + empty << SHIFT)
+    return entries, (count + 2 * block - 1) // (2 * block) * 2
 
 
 def _ahead(x, step):
@@ -75,50 +79,59 @@ def _ahead(x, step):
 
 def index_start(width: int) -> int:
     """Where the index key starts in a row: the latent is padded to whole lanes."""
-    return _up(width, _LANES)
+    return _up(width, LANES)
 
 
 def row_width(width: int, index_width: int, dtype) -> int:
-    """Numbers in a row with a latent of width R+P and an index key of width J (0 for none)."""
-    return _up(index_start(width) + index_width, _LANES if dtype == jnp.float32 else 2 * _LANES)
+    """Numbers in a key's row with a latent of width R+P and an index key of width J (0 for none)."""
+    return _up(index_start(width) + index_width, LANES if dtype == jnp.float32 else 2 * LANES)
 
 
 def row_count(n_keys: int, block: int) -> int:
-    """Rows of S keys and of the `block` zero rows that the ends of lists point to."""
-    return _up(n_keys + block, 8)
+    """Rows of S keys and the zero rows that the ends of lists name."""
+    return n_keys + 3 * block
+
+
+def row_lines(width: int, index_width: int, dtype) -> int:
+    """Lines of 128 words that a key's row fills."""
+    return row_width(width, index_width, dtype) * jnp.dtype(dtype).itemsize // (4 * LANES)
 
 
 def pack_rows(latent: jax.Array, index_k: jax.Array | None, block: int) -> jax.Array:
     """Rows that a kernel can copy one by one.
 
-    A copy of a single row at a dynamic index is legal for 32-bit numbers only (tpu.md section 3.2), so numbers i and
-    i + W/2 of a bfloat16 row share a word: unpacking gives two halves that lie one behind the other.
+    Copies from any row on are legal for 32-bit numbers in lines of 128, which lie one behind the other in memory. So
+    numbers i and i + W/2 of a bfloat16 row share a word: unpacking gives two halves that lie one behind the other.
 
     Args:
       latent: [B,S,R+P]. index_k: [B,S,J] or None; both float32 or both bfloat16.
     Returns:
-      float32 [B,S',W] or int32 [B,S',W/2], W from `row_width`: latent, zeros, index key from `index_start`, zeros; rows
-      behind S are zero.
+      int32 [B,S',w], the bits of rows. A row of W numbers (`row_width`) is latent, zeros, index key from `index_start`,
+      zeros; behind S there are zero rows. w is W for float32 and W/2 for bfloat16.
     """
     b, s, width = latent.shape
-    total = row_width(width, 0 if index_k is None else index_k.shape[-1], latent.dtype)
-    rows = jnp.zeros((b, row_count(s, block), total), latent.dtype).at[:, :s, :width].set(latent)
+    rows = _widen(latent, index_start(width))
     if index_k is not None:
-        start = index_start(width)
-        rows = rows.at[:, :s, start : start + index_k.shape[-1]].set(index_k)
+        rows = jnp.concatenate([rows, index_k], axis=-1)
+    rows = _widen(rows, row_width(width, 0 if index_k is None else index_k.shape[-1], latent.dtype))
+    rows = jnp.pad(rows, ((0, 0), (0, row_count(s, block) - s), (0, 0)))
     if latent.dtype == jnp.float32:
-        return rows
-    bits = jax.lax.bitcast_convert_type(rows, jnp.uint16).astype(jnp.uint32)
-    low, high = jnp.split(bits, 2, axis=-1)
+        return jax.lax.bitcast_convert_type(rows, jnp.int32)
+    low, high = jnp.split(jax.lax.bitcast_convert_type(rows, jnp.uint16).astype(jnp.uint32), 2, axis=-1)
     return jax.lax.bitcast_convert_type(high << 16 | low, jnp.int32)
 
 
-def unpack_rows(rows: jax.Array) -> jax.Array:
-    """The numbers of rows from `pack_rows`: float32 [...,W] as it is, int32 [...,W/2] as bfloat16 [...,W]. Exact."""
-    if rows.dtype == jnp.float32:
-        return rows
-    halves = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in (rows << 16, rows & jnp.int32(-(1 << 16)))]
-    return jnp.concatenate(halves, axis=-1).astype(jnp.bfloat16)
+def _widen(x, width):
+    """x with zeros behind its last axis."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1])))
+
+
+def unpack_rows(words: jax.Array, dtype) -> jax.Array:
+    """The numbers [...,W] of words from `pack_rows`, int32 [...,W] for float32, [...,W/2] for bfloat16. Exact."""
+    if dtype == jnp.float32:
+        return jax.lax.bitcast_convert_type(words, jnp.float32)
+    halves = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in (words << 16, words & jnp.int32(-(1 << 16)))]
+    return jnp.concatenate(halves, axis=-1).astype(dtype)
 
 
 def _up(n, multiple):
