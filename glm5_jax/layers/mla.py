@@ -126,15 +126,17 @@ class Mla(nnx.Module):
 
     def attend(self, cq, keys: Keys, selection: Selection, ctx: Context, absorbed: bool) -> Attention:
         """Attention to the selected keys, or to all visible ones where there is no selection."""
+        if selection.positions is not None:
+            return self._selected(cq, keys, selection, ctx)
         q = self.queries(cq, ctx)
-        if selection.positions is None and not absorbed:
-            o, top, kl = self._expanded(q, keys, selection.index, ctx)
-        else:
-            o, top, kl = self._absorbed(q, keys, selection, ctx)
-        return Attention(jnp.einsum("btnv,nvd->btd", o, self.out[...].astype(o.dtype)), top, kl)
+        if not absorbed:
+            return self._expanded(q, keys, selection.index, ctx)
+        r, scale, chunk = self.cfg.kv_lora_rank, self.cfg.qk_head_dim**-0.5, self.cfg.query_chunk
+        o, top = dense_latent(self._absorb(q), keys.latent, ctx.rows, ctx.key_segment, r, scale, chunk)
+        return Attention(self._output(self._values(o)), top, None)
 
-    def _expanded(self, q, keys: Keys, index: Index | None, ctx: Context):
-        """(heads' outputs [B,T,N,V], largest logit, indexer's loss or None) over all visible keys."""
+    def _expanded(self, q, keys: Keys, index: Index | None, ctx: Context) -> Attention:
+        """All visible keys, keys and values of every head made from the latents."""
         cfg, r = self.cfg, self.cfg.kv_lora_rank
         c, k_rope = keys.latent[..., :r], keys.latent[..., r:]
         k = jnp.einsum("bsr,rnc->bsnc", c, self.k_up[...].astype(q.dtype))
@@ -143,34 +145,32 @@ class Mla(nnx.Module):
         scale = cfg.qk_head_dim**-0.5
         o, top = dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
         kl = None if index is None else reference.dense_kl(q, k, index, ctx.rows, ctx.key_segment, scale)
-        return o, top, kl
+        return Attention(self._output(o), top, kl)
 
-    def _absorbed(self, q, keys: Keys, selection: Selection, ctx: Context):
-        """The same over the selection, or over all visible keys of a cache, all heads reading the latents."""
-        cfg, r, n = self.cfg, self.cfg.kv_lora_rank, self.cfg.num_attention_heads
-        scale = cfg.qk_head_dim**-0.5
-        if selection.positions is None:
-            o, top = dense_latent(self._absorb(q), keys.latent, ctx.rows, ctx.key_segment, r, scale, cfg.query_chunk)
-            return self._values(o), top, None
-        index = selection.index
+    def _selected(self, cq, keys: Keys, selection: Selection, ctx: Context) -> Attention:
+        """The selected keys, all heads reading the latents."""
+        cfg, index = self.cfg, selection.index
         # Pieces hand back gradients of the keys, which add up: in float32.
         wide = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), (keys.latent, index and index.k))
 
-        def piece(q, positions, index_q, w):
-            latent, index_k = jax.tree.map(lambda x: x.astype(q.dtype), wide)
+        def piece(cq, cos, sin, positions, index_q, w):
+            latent, index_k = jax.tree.map(lambda x: x.astype(cq.dtype), wide)
             part = None if index is None else Index(index_q, index_k, w)
+            q = self._absorb(self.queries(cq, ctx._replace(cos=cos, sin=sin)))
+            scale = cfg.qk_head_dim**-0.5
             o, top, kl = attention.attend(
-                self._absorb(q), latent, positions, r, scale, cfg.query_chunk, part, cfg.sparse_implementation
+                q, latent, positions, cfg.kv_lora_rank, scale, cfg.query_chunk, part, cfg.sparse_implementation
             )
-            return (self._values(o), kl), top
+            return (self._output(self._values(o)), kl), top
 
         own = (None, None) if index is None else (index.q, index.w)
-        rows = _ABSORBED_BYTES // (q.shape[0] * n * keys.latent.shape[-1] * q.dtype.itemsize)
-        if q.shape[1] <= rows:
-            (o, kl), top = piece(q, selection.positions, *own)
+        inputs = (cq, ctx.cos, ctx.sin, selection.positions, *own)
+        rows = _ABSORBED_BYTES // (cq.shape[0] * cfg.num_attention_heads * keys.latent.shape[-1] * cq.dtype.itemsize)
+        if cq.shape[1] <= rows:
+            (out, kl), top = piece(*inputs)
         else:
-            (o, kl), top = in_query_blocks(piece, max(rows // 512 * 512, 512), q, selection.positions, *own)
-        return o, top, kl
+            (out, kl), top = in_query_blocks(piece, max(rows // 512 * 512, 512), *inputs)
+        return Attention(out, top, kl)
 
     def _absorb(self, q: jax.Array) -> jax.Array:
         """Queries [B,T,N,R+P] that read latents, of queries [B,T,N,C+P] that read keys."""
@@ -181,7 +181,11 @@ class Mla(nnx.Module):
         """Heads' outputs [B,T,N,V] of attention over latents [B,T,N,R]."""
         return jnp.einsum("btnr,rnv->btnv", o, self.v_up[...].astype(o.dtype))
 
+    def _output(self, o: jax.Array) -> jax.Array:
+        """Layer output [B,T,D] of heads' outputs [B,T,N,V]."""
+        return jnp.einsum("btnv,nvd->btd", o, self.out[...].astype(o.dtype))
+
 
 # Absorbed queries are R + P wide and as many as there are heads; more than this much of them at once and the row goes in
 # pieces, each recomputed in the backward pass.
-_ABSORBED_BYTES = 1 << 29
+_ABSORBED_BYTES = 1 << 28
