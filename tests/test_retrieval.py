@@ -93,12 +93,10 @@ def test_lengths_and_vocabularies_that_do_not_suffice():
 
 def test_packed_rows():
     rng = R.stream(3, "train", 0)
-    batch = R.packed_batch(rng, ("multi_key", "recall"), (16, 48, 128), rows=40, seq_len=128, symbols=SYMBOLS)
+    batch = R.packed_batch(rng, (R.multi_key, R.recall), (16, 48, 128), rows=40, seq_len=128, symbols=SYMBOLS)
     seen = set()
     for row in range(40):
-        tokens, segments, positions, mask = (
-            batch[n][row] for n in ("tokens", "segment_ids", "positions", "loss_mask")
-        )
+        tokens, segments, positions, mask = (batch[n][row] for n in ("tokens", "segment_ids", "positions", "loss_mask"))
         count = segments.max()
         length = int((segments == 1).sum())
         seen.add(length)
@@ -113,7 +111,7 @@ def test_packed_rows():
 
 
 def test_same_seed_same_arrays():
-    make = lambda step: R.packed_batch(R.stream(5, "train", step), ("recall",), (32,), 2, 64, SYMBOLS)  # noqa: E731
+    make = lambda step: R.packed_batch(R.stream(5, "train", step), (R.recall,), (32,), 2, 64, SYMBOLS)  # noqa: E731
     for name, array in make(1).items():
         np.testing.assert_array_equal(array, make(1)[name])
     assert (make(1)["tokens"] != make(2)["tokens"]).any()

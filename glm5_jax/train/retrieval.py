@@ -75,17 +75,16 @@ def multi_value(rng: np.random.Generator, length: int, symbols: Symbols, count: 
     return _sequence(rng, length, symbols, [(key, v) for v in values], [(key, *values)])
 
 
-def recall(rng: np.random.Generator, length: int, symbols: Symbols) -> Sample:
-    """Associative recall: pairs without noise between them, all keys different, then a question every 8 tokens."""
-    questions = max(length // 8, 1)
+def recall(rng: np.random.Generator, length: int, symbols: Symbols, every: int = 8) -> Sample:
+    """Associative recall: pairs without noise between them, all keys different; a question for `every` tokens of length."""
+    questions = max(length // every, 1)
     pairs = (length - 2 - 2 * questions) // 2
     check(pairs >= questions, f"length={length}: too short for recall, the least is 6")
     return _needles(rng, length, symbols, pairs, questions)
 
 
-TASKS: dict[str, Callable[[np.random.Generator, int, Symbols], Sample]] = {
-    f.__name__: f for f in (single_needle, multi_key, multi_value, recall)
-}
+Task = Callable[[np.random.Generator, int, Symbols], Sample]
+TASKS: dict[str, Task] = {f.__name__: f for f in (single_needle, multi_key, multi_value, recall)}
 
 
 def _needles(rng, length: int, symbols: Symbols, pairs: int, questions: int) -> Sample:
@@ -123,7 +122,7 @@ def stream(seed: int, split: Literal["train", "eval"], *where: int) -> np.random
 
 
 def packed_batch(
-    rng: np.random.Generator, tasks: Sequence[str], lengths: Sequence[int], rows: int, seq_len: int, symbols: Symbols
+    rng: np.random.Generator, tasks: Sequence[Task], lengths: Sequence[int], rows: int, seq_len: int, symbols: Symbols
 ) -> dict[str, np.ndarray]:
     """Training batch: every row is filled with sequences of one length, drawn for the row; tasks are drawn for each sequence.
 
@@ -135,7 +134,7 @@ def packed_batch(
         length = int(rng.choice(lengths))
         check(length <= seq_len, f"length={length}: longer than a row, seq_len={seq_len}")
         for segment in range(seq_len // length):
-            sample = TASKS[tasks[rng.integers(len(tasks))]](rng, length, symbols)
+            sample = tasks[rng.integers(len(tasks))](rng, length, symbols)
             _place(batch, row, segment * length, segment + 1, sample)
     return batch
 

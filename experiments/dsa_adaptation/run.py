@@ -1,0 +1,392 @@
+"""Retrieval by length: dense, after indexer warm-up alone, after sparse adaptation (paper section 2.1.2, Table 6).
+
+    python experiments/dsa_adaptation/run.py [--seeds 0 1 2] [--quick] [--out DIR]
+
+A small model learns multi-key needles and associative recall under dense attention; then its indexer learns from that
+attention, all else frozen; then everything trains under sparse attention. README.md beside this file is the protocol.
+A finished seed lies in DIR/seed_N.json and is not run again; the tables and the plot are made from all seeds asked for.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from glm5_jax.compiling import jit
+from glm5_jax.config import ModelConfig, tiny
+from glm5_jax.layers.block import Block
+from glm5_jax.layers.mla import Mla
+from glm5_jax.model import Glm5, abstract, merge, split
+from glm5_jax.sparse.indexer import index_scores
+from glm5_jax.sparse.masks import visible
+from glm5_jax.sparse.topk import MASKED
+from glm5_jax.train import retrieval
+from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
+from glm5_jax.train.schedule import LearningRate
+from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, make_step, trainable_specs
+
+HERE = pathlib.Path(__file__).parent
+TASKS = ("multi_key", "recall")
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """Every number of the experiment; README.md says why."""
+
+    k: int = 8  # K
+    lengths: tuple[int, ...] = (16, 32, 64, 128)  # 2K, 4K, 8K, 16K
+    symbols: retrieval.Symbols = retrieval.Symbols(keys=48, values=16, noise=16)
+    width: int = 64  # D, Q and R
+    index_heads: int = 2  # I
+    index_width: int = 24  # J
+    tokens: int = 2048  # of every batch
+    spark_steps: int = 800  # at most, of short sequences with the answers as only targets, until they are learnt
+    dense_steps: int = 400  # of sequences growing to the longest, all tokens targets
+    warmup_steps: int = 60
+    sparse_steps: int = 420
+    answers: int = 1024  # questions asked per task and length
+    lr: float = 1.5e-3  # of dense training, falling to lr_end
+    lr_end: float = 1e-3
+    lr_warmup: tuple[float, float] = (5e-3, 2e-4)  # of the indexer's warm-up, linear
+    lr_sparse: float = 1e-3  # constant
+
+    def model(self, attention: str) -> ModelConfig:
+        """The network: two layers of one width, dense FFN, no MTP."""
+        return tiny(
+            vocab_size=self.symbols.vocab_size, hidden_size=self.width, num_hidden_layers=2, first_k_dense_replace=2,
+            num_attention_heads=2, q_lora_rank=self.width, kv_lora_rank=self.width, qk_nope_head_dim=32,
+            qk_rope_head_dim=16, v_head_dim=32, intermediate_size=64, num_nextn_predict_layers=0, rope_theta=100.0,
+            initializer_range=self.width**-0.5, index_n_heads=self.index_heads, index_head_dim=self.index_width,
+            index_topk=self.k, max_position_embeddings=self.lengths[-1], attention=attention,
+        )  # fmt: skip
+
+
+QUICK = Protocol(spark_steps=2, dense_steps=2, warmup_steps=2, sparse_steps=2, answers=16, lengths=(16, 32), tokens=64)
+
+
+def fetch_back(rng: np.random.Generator, length: int, symbols: retrieval.Symbols) -> retrieval.Sample:
+    """Any two tokens, then the first of them again: what attention to the previous token answers."""
+    triples = rng.integers(retrieval.ASK + 1, symbols.vocab_size, (length // 3, 3))
+    triples[:, 2] = triples[:, 0]
+    start = length - triples.size
+    tokens, answer = np.full(length, retrieval.START, np.int32), np.zeros(length, bool)
+    tokens[start:], answer[start + 2 :: 3] = triples.ravel(), True
+    return retrieval.Sample(tokens, answer)
+
+
+class Stage:
+    """Trains with `glm5_jax.train.step`; compiled once for all seeds.
+
+    Args:
+      cfg: the network. freeze, index_weight: as in TrainConfig. lr: schedule. steps: of the schedule.
+    """
+
+    def __init__(self, cfg: ModelConfig, freeze: tuple[str, ...], index_weight: float, lr: LearningRate, steps: int):
+        model, zero = abstract(cfg), lambda step: jnp.float32(0)
+        settings = OptimizerConfig(update_rms=1.0, weight_decay=0.0)
+        self.specs = trainable_specs(model, freeze)
+        self.optimizer = make_optimizer(settings, lr.schedule(steps), self.specs)
+        loss = LossConfig(mtp_steps=0, balance_weight=0.0, index_weight=index_weight)
+        self.step = jit(make_step(model, self.optimizer, Rates(zero, zero), loss, freeze), donate_argnums=0)
+
+    def start(self, params: dict) -> TrainState:
+        """State with fresh moments around a copy of `params`."""
+        params = jax.tree.map(jnp.copy, params)
+        return TrainState(jnp.int32(0), params, self.optimizer.init({p: v for p, v in flat(params).items() if p in self.specs}))
+
+
+class Experiment:
+    """Compiled programs and data of one protocol."""
+
+    def __init__(self, p: Protocol):
+        self.p = p
+        dense, sparse = p.model("dense"), p.model("sparse")
+        self.graphs = {a: split(abstract(cfg))[0] for a, cfg in (("dense", dense), ("sparse", sparse))}
+        trunk = ("indexer",)
+        self.spark = Stage(dense, trunk, 0.0, LearningRate("constant", peak=p.lr, warmup_steps=20), p.spark_steps)
+        self.dense = Stage(dense, trunk, 0.0, LearningRate("linear", peak=p.lr, final=p.lr_end, warmup_steps=0), p.dense_steps)
+        first, last = p.lr_warmup
+        self.warmup = Stage(
+            dense, ("trunk",), 1.0, LearningRate("linear", peak=first, final=last, warmup_steps=0), p.warmup_steps
+        )
+        self.long_warmup = Stage(
+            dense,
+            ("trunk",),
+            1.0,
+            LearningRate("linear", peak=first, final=last, warmup_steps=0),
+            p.warmup_steps + p.sparse_steps,
+        )
+        self.sparse = Stage(sparse, (), 1.0, LearningRate("constant", peak=p.lr_sparse, warmup_steps=0), p.sparse_steps)
+
+    def batch(self, seed: int, stage: int, step: int, tasks, lengths, masked: bool) -> dict:
+        """Batch [1,b,T] of a step, T the longest of `lengths`; masked: only answers are targets."""
+        t = max(lengths)
+        rng = retrieval.stream(seed, "train", stage, step)
+        batch = retrieval.packed_batch(rng, tasks, lengths, self.p.tokens // t, t, self.p.symbols)
+        if not masked:
+            del batch["loss_mask"]
+        return {name: jnp.asarray(array)[None] for name, array in batch.items()}
+
+    def train(self, stage: Stage, params: dict, steps: int, batches) -> dict:
+        """Parameters after `steps` steps on batches(step)."""
+        state = stage.start(params)
+        for step in range(steps):
+            state, metrics = stage.step(state, batches(step))
+        assert bool(metrics["finite"])
+        return state.params
+
+    @functools.cached_property
+    def tasks(self):
+        return tuple(retrieval.TASKS[name] for name in TASKS)
+
+    def base(self, seed: int, say) -> tuple[dict, int]:
+        """Dense parameters from scratch, and the steps that short sequences took."""
+        p, short = self.p, tuple(n for n in (8, 16, 32) if n <= self.p.lengths[-1])
+        asked_more = functools.partial(retrieval.recall, every=5)
+        state = self.spark.start(split(Glm5(p.model("dense"), nnx.Rngs(seed)))[1])
+        for step in range(p.spark_steps):
+            state, _ = self.spark.step(state, self.batch(seed, 0, step, (asked_more, fetch_back), short, True))
+            if (step + 1) % 50 == 0:
+                score = self.accuracy(state.params, "dense", "recall", 32, 512)
+                say(f"short sequences, step {step + 1}: recall at 32 tokens {score:.3f}")
+                if score > 0.97:
+                    break
+        lengths = (8, *p.lengths)
+        t = p.lengths[-1]
+
+        def batches(i):
+            n = min(len(lengths), 3 + 4 * i * (len(lengths) - 3) // (2 * p.dense_steps))  # all from half way on
+            rng = retrieval.stream(seed, "train", 1, i)
+            batch = retrieval.packed_batch(rng, self.tasks, lengths[: max(n, 1)], p.tokens // t, t, p.symbols)
+            del batch["loss_mask"]
+            return {name: jnp.asarray(array)[None] for name, array in batch.items()}
+
+        return self.train(self.dense, state.params, p.dense_steps, batches), step + 1
+
+    @functools.cached_property
+    def _hits(self):
+        def hits(params, batch, attention):
+            model = merge(self.graphs[attention], params)
+            hidden, _, _ = model.trunk(batch["tokens"], batch["positions"], batch["segment_ids"])
+            right = jnp.argmax(model.logits(hidden), -1)[:, :-1] == batch["tokens"][:, 1:]
+            return jnp.sum(right & batch["loss_mask"][:, 1:])
+
+        return jit(hits, static_argnums=2)
+
+    def accuracy(self, params, attention: str, task: str, length: int, answers: int | None = None) -> float:
+        """Share of answers that are the likeliest token."""
+        per_row = retrieval.eval_batch(task, length, 1, 0, self.p.symbols)["loss_mask"].sum()
+        rows = -(-(answers or self.p.answers) // int(per_row))
+        batch = retrieval.eval_batch(task, length, rows, 0, self.p.symbols)
+        return int(self._hits(params, batch, attention)) / int(batch["loss_mask"].sum())
+
+    def scores(self, params, attention: str) -> dict:
+        """Accuracy by task and length."""
+        return {task: {str(n): self.accuracy(params, attention, task, n) for n in self.p.lengths} for task in TASKS}
+
+    def full_batches(self, seed: int, stage: int):
+        """Step -> batch of all tasks and lengths, every token a target."""
+        return lambda step: self.batch(seed, stage, step, self.tasks, self.p.lengths, False)
+
+    def needle_selected(self, params, task: str, length: int) -> float:
+        """Share of questions whose answer stands among the keys that the last layer selects."""
+        batch = retrieval.eval_batch(task, length, 64, 0, self.p.symbols)
+        selected = np.asarray(self._selected(params, batch))
+        found = []
+        for row, t in zip(*np.nonzero(batch["loss_mask"])):
+            place = int(np.argmax(batch["tokens"][row] == batch["tokens"][row, t - 1])) + 1
+            found.append(place in selected[row, t - 1])
+        return float(np.mean(found))
+
+    @functools.cached_property
+    def _selected(self):
+        def selected(params, batch):
+            model = merge(self.graphs["sparse"], params)
+            return model.trunk(batch["tokens"], batch["positions"], batch["segment_ids"], collect=frozenset({"selected"}))[1][
+                -1
+            ]["selected"]
+
+        return jit(selected)
+
+    def ties(self, params, draws: int = 3) -> dict:
+        """What random instead of lowest-position tie-breaking does to log-probabilities at the longest sequences."""
+        length = self.p.lengths[-1]
+        batch = retrieval.eval_batch("recall", length, -(-self.p.tokens // length), 0, self.p.symbols)
+        exact, tied = self._log_probs(params, batch, None)
+        again, _ = self._log_probs(params, batch, None)
+        moved = [np.abs(self._log_probs(params, batch, jax.random.key(draw))[0] - exact) for draw in range(draws)]
+        return {
+            "queries_with_a_tie_at_k": [float(share) for share in tied],
+            "deterministic_again_max": float(np.max(np.abs(again - exact))),
+            "random_mean": float(np.mean(moved)),
+            "random_max": float(np.max(moved)),
+        }
+
+    @functools.cached_property
+    def _log_probs(self):
+        k, cfg = self.p.k, self.p.model("sparse")
+
+        def log_probs(params, batch, key):
+            """(log-probability of each next token [B,T-1], per layer the share of queries with a tie at the K-th place)."""
+            model = merge(split(abstract(cfg, Glm5 if key is None else _random_ties(key)))[0], params)
+            rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+            hidden, aux, _ = model.trunk(*rows, collect=frozenset({"index_scores"}))
+            log_p = jax.nn.log_softmax(model.logits(hidden))[:, :-1]
+            log_p = jnp.take_along_axis(log_p, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+            ranked = [-jnp.sort(-layer["index_scores"], axis=-1)[:, k:] for layer in aux]  # queries that see more than K keys
+            return log_p, jnp.stack([jnp.mean(r[..., k - 1] == r[..., k]) for r in ranked])
+
+        return jit(log_probs)
+
+
+def _random_ties(key: jax.Array) -> type[Glm5]:
+    """The network whose selection breaks exact ties by chance."""
+
+    class RandomTies(Mla):
+        def select(self, index, ctx):
+            scores = index_scores(*index, visible(ctx.rows, ctx.key_segment))
+            chance = jax.random.uniform(key, scores.shape)
+            best = jnp.lexsort((chance, -scores), axis=-1)[..., : self.cfg.index_topk]
+            found = jnp.take_along_axis(scores, best, axis=-1) > MASKED
+            ascending = jnp.sort(jnp.where(found, best, scores.shape[-1]), axis=-1)
+            return jnp.where(ascending < scores.shape[-1], ascending, -1).astype(jnp.int32)
+
+    class RandomBlock(Block):
+        attention_class = RandomTies
+
+    class RandomGlm5(Glm5):
+        block_class = RandomBlock
+
+    return RandomGlm5
+
+
+STATES = {  # name in the results -> what a table calls it
+    "dense": "dense",
+    "untrained": "sparse, indexer untrained",
+    "warmup": "sparse, indexer warm-up only",
+    "adapted": "sparse, after adaptation",
+    "long_warmup": "sparse, warm-up for the steps of both",
+}
+
+
+def run_seed(experiment: Experiment, seed: int, say) -> dict:
+    """Everything about one seed: accuracy by state, task and length, needles selected, ties."""
+    e, p, start = experiment, experiment.p, time.perf_counter()
+    base, spark_steps = e.base(seed, say)
+    result = {"seed": seed, "spark_steps": spark_steps, "accuracy": {}, "needle_selected": {}, "ties": {}}
+
+    def record(name, params, attention):
+        result["accuracy"][name] = e.scores(params, attention)
+        if attention == "sparse":
+            pairs = ((task, n) for task in TASKS for n in p.lengths)
+            found = {f"{task} {n}": e.needle_selected(params, task, n) for task, n in pairs}
+            result["needle_selected"][name] = found
+            result["ties"][name] = e.ties(params)
+        by_length = {n: f"{100 * v:.1f}" for n, v in result["accuracy"][name]["recall"].items()}
+        say(f"{time.perf_counter() - start:.0f} s, {name}: recall {by_length}")
+
+    record("dense", base, "dense")
+    record("untrained", base, "sparse")
+    warm = e.train(e.warmup, base, p.warmup_steps, e.full_batches(seed, 2))
+    record("warmup", warm, "sparse")
+    adapted = e.train(e.sparse, warm, p.sparse_steps, e.full_batches(seed, 3))
+    record("adapted", adapted, "sparse")
+    longer = e.train(e.long_warmup, base, p.warmup_steps + p.sparse_steps, e.full_batches(seed, 2))
+    record("long_warmup", longer, "sparse")
+    result["seconds"] = round(time.perf_counter() - start)
+    return result
+
+
+def summary(results: list[dict], p: Protocol) -> str:
+    """Tables in Markdown: mean and sample standard deviation over seeds."""
+
+    def cell(values):
+        spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.1f}{spread}"
+
+    head = "| " + " | ".join(f"{n} ({n // p.k}K)" for n in p.lengths) + " |"
+    lines = [f"Seeds {', '.join(str(r['seed']) for r in results)}; percent, mean ± standard deviation over seeds."]
+    for task in TASKS:
+        lines += ["", f"**{task}**", "", "| state " + head, "|---" * (len(p.lengths) + 1) + "|"]
+        for state, title in STATES.items():
+            values = [[100 * r["accuracy"][state][task][str(n)] for r in results] for n in p.lengths]
+            lines.append(f"| {title} | " + " | ".join(map(cell, values)) + " |")
+        for state in ("warmup", "adapted", "long_warmup"):
+            pairs = [(r["accuracy"][state][task], r["accuracy"]["dense"][task]) for r in results]
+            values = [[100 * (a[str(n)] - b[str(n)]) for a, b in pairs] for n in p.lengths]
+            lines.append(f"| {STATES[state]} minus dense, paired | " + " | ".join(map(cell, values)) + " |")
+        for state in ("warmup", "adapted", "long_warmup"):
+            values = [[100 * r["needle_selected"][state][f"{task} {n}"] for r in results] for n in p.lengths]
+            lines.append(f"| answer among the selected keys, {state} | " + " | ".join(map(cell, values)) + " |")
+        weak = [n for n in p.lengths if np.mean([r["accuracy"]["dense"][task][str(n)] for r in results]) < 0.95]
+        lines += [f"Dense is below 95% at {n} tokens: that length shows nothing." for n in weak]
+    lines += ["", f"**Ties** (recall, {p.lengths[-1]} tokens)", ""]
+    lines += ["| state | queries with a tie at place K, layer 1 / 2 | mean abs. change of log p | largest | exact again |"]
+    lines += ["|---" * 5 + "|"]
+    for state in ("untrained", "warmup", "adapted"):
+        ties = [r["ties"][state] for r in results]
+        shares = " / ".join(cell([100 * t["queries_with_a_tie_at_k"][layer] for t in ties]) + "%" for layer in range(2))
+        moved = f"{np.mean([t['random_mean'] for t in ties]):.4f} | {max(t['random_max'] for t in ties):.2f}"
+        again = max(t["deterministic_again_max"] for t in ties)
+        lines.append(f"| {STATES[state]} | {shares} | {moved} | {again:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
+    """Accuracy against length, one panel per task: lines are means, bars the range over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 3.6), sharey=True)
+    for panel, task in zip(panels, TASKS):
+        for (state, title), mark in zip(STATES.items(), "os^Dv"):
+            values = np.array([[100 * r["accuracy"][state][task][str(n)] for n in p.lengths] for r in results])
+            mean = values.mean(0)
+            spread = np.stack([mean - values.min(0), values.max(0) - mean])
+            panel.errorbar(p.lengths, mean, spread, marker=mark, capsize=3, label=title)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(p.lengths, [f"{n}\n{n // p.k}K" for n in p.lengths])
+        panel.set(title=task, xlabel="tokens")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("answers right, %")
+    panels[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Runs the seeds that are not done yet, then writes the tables and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="where results go")
+    arguments = parser.parse_args()
+    p = QUICK if arguments.quick else Protocol()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    experiment, results = Experiment(p), []
+    for seed in arguments.seeds:
+        path = arguments.out / f"seed_{seed}.json"
+        if not path.exists():
+            result = run_seed(experiment, seed, lambda text, seed=seed: print(f"seed {seed}: {text}", flush=True))
+            path.write_text(json.dumps({"protocol": dataclasses.asdict(p), **result}, indent=1) + "\n")
+        results.append(json.loads(path.read_text()))
+        if results[-1]["protocol"] != json.loads(json.dumps(dataclasses.asdict(p))):
+            parser.error(f"{path} is of another protocol: delete it, or give another --out")
+    table = summary(results, p)
+    (arguments.out / "summary.md").write_text(table)
+    plot(results, p, arguments.out / "accuracy.png")
+    print(table + f"written: {arguments.out / 'summary.md'}, {arguments.out / 'accuracy.png'}")
+
+
+if __name__ == "__main__":
+    main()
