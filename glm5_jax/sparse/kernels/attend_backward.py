@@ -43,7 +43,7 @@ def backward(plan: Plan, queries: Queries, given: Given, rows: jax.Array, lists:
         in_specs=[*lists_specs, parts.own_all(queries), parts.own_all(given), in_hbm],
         out_specs=(parts.own_all(queries), in_hbm),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (queries, ledger)),
-        input_output_aliases={len(jax.tree.leaves(operands)) - 1: len(jax.tree.leaves(queries))},
+        input_output_aliases=_aliases(operands, queries, ledger),
         scratch_shapes=dict(
             before=parts.block_buffers(plan, plan.key_lines + plan.gradient_lines, jnp.int32),
             after=parts.block_buffers(plan, plan.gradient_lines, jnp.int32),
@@ -56,6 +56,12 @@ def backward(plan: Plan, queries: Queries, given: Given, rows: jax.Array, lists:
     )(*operands)  # fmt: skip
     found = ledger.reshape(b, CORES, rows.shape[1], -1)[..., plan.key_lines * LANES :]
     return d_queries, jnp.sum(jax.lax.bitcast_convert_type(found, jnp.float32), axis=1)
+
+
+def _aliases(operands, queries, ledger):
+    """Gradients take the places of queries, whose blocks are read before, and the ledger its own."""
+    places = [id(x) for x in jax.tree.leaves(operands)]
+    return {places.index(id(x)): i for i, x in enumerate(jax.tree.leaves((queries, ledger)))}
 
 
 def _index_scratch(plan):
