@@ -143,7 +143,7 @@ class Mla(nnx.Module):
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k, v = jnp.concatenate([k, k_rope], axis=-1), jnp.einsum("bsr,rnv->bsnv", c, self.v_up[...].astype(q.dtype))
         scale = cfg.qk_head_dim**-0.5
-        o, top = dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
+        o, _, top = dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
         kl = None if index is None else reference.dense_kl(q, k, index, ctx.rows, ctx.key_segment, scale)
         return Attention(self._output(o), top, kl)
 
