@@ -18,7 +18,7 @@ import safetensors.numpy
 import glm5_jax
 from conftest import quick_compile
 from glm5_jax import cli
-from glm5_jax.train.stages import TrainConfig
+from glm5_jax.train.stages import RECIPES, TrainConfig
 from helpers_train import compile_cache, log_softmax, write_corpus, write_run_config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -92,6 +92,8 @@ def test_help_of_train_shows_every_setting_with_default_and_meaning(glm5):
         "--optimizer.name {muon_split,muon,adamw}",
         "--run-dir STR where config, metrics and checkpoints go (default: runs/tiny)",
         "--nonfinite {stop,skip} when a loss or gradient is not finite: end the run, or skip the update",
+        "--init.run STR run or Hugging Face directory to start from, its tokenizer included; empty = fresh weights",
+        "--init.optimizer {reset,keep}",
     ):
         assert words in text, words
 
@@ -113,6 +115,7 @@ def test_usage_lists_the_verbs(glm5):
         result = glm5(*arguments)
         assert result[0] == status
         assert all(f"\n  {verb} " in result[1] for verb in ("train", "generate", "eval", "convert", "bench"))
+        assert all(name in result[1] for name in RECIPES)
 
 
 # Bad input
@@ -170,6 +173,12 @@ def test_usage_lists_the_verbs(glm5):
         (["train", "tiny", "--run-dir", "syntax.py"], r"syntax\.py: cannot be used as a run directory \(.*\)"),
         (["train", "tiny", "--seed", "-1"], r"seed=-1: must not be negative"),
         (["train", "tiny", "--model.rope-theta", "0"], r"model: rope_theta=0\.0: must be positive and finite"),
+        (["train", "midtrain"], r"init\.run=runs/tiny: no such directory"),
+        (["train", "tiny", "--init.run", "empty"], r"init\.run=empty: neither a run nor a Hugging Face directory .*"),
+        (["train", "tiny", "--init.step", "3"], r"init: init\.step=3, .*: init\.run names no run .*"),
+        (["train", "dsa_sparse", "--freeze", "indexer"], r"loss\.index_weight=1\.0: the indexer is frozen .*"),
+        (["train", "tiny", "--lengths", "0", "96", "9", "256"], r"lengths=96: must be an integer .* that divides .*"),
+        (["train", "tiny", "--lengths", "0", "512"], r"lengths=.*: must rise, the last one to data\.seq_len=256"),
         (["generate", "nowhere"], r"nowhere: no such directory"),
         (["generate"], r"usage: glm5 generate DIR .*"),
         (["generate", "empty"], r".*empty.*config\.json.*"),

@@ -53,10 +53,10 @@ class TrainConfig:
     seed: int = 0  # of the initial weights
     micro_rows: int = 8  # rows whose activations exist at once; a batch is a multiple
     batch_rows: ByTokens = ((0, 8),)  # rows of a batch, by tokens seen: pairs (tokens, rows)
-    lengths: ByTokens = ()  # tokens per row, by tokens seen, rising to data.seq_len; more rows while shorter; () = seq_len
+    lengths: ByTokens = ()  # tokens per row, by tokens seen, rising to data.seq_len, more rows while shorter; none = seq_len
     mtp_weight: ByTokens = ((0, 0.3), (15e12, 0.1))  # weight of the MTP loss, by tokens seen
     bias_rate: ByTokens = ((0, 0.001), (15e12, 0.0))  # step of the router bias, by tokens seen
-    freeze: tuple[Part, ...] = ("indexer",)  # parts that do not train; dense pre-training gives the indexer no loss
+    freeze: tuple[Part, ...] = ("indexer",)  # parts that do not change; a frozen indexer still selects
     nonfinite: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite: end the run, or skip the update
     eval_every: int = 500  # steps between evaluations on held-out text; the last step always evaluates
     eval_rows: int = 64  # held-out rows per evaluation, 0 = all; the last evaluation takes all of them
