@@ -54,47 +54,35 @@ def attend(
     """
     if reason := why_not(q, latent, index, selected.shape[2]):
         raise ValueError(f"attention kernel: {reason}")
-    b, t, heads, _ = q.shape
-    plan = _plan(q, index, rank, scale, selected.shape[2], block, interpret)
-    padded = -(-t // (plan.tile * CORES)) * plan.tile * CORES
-
-    def in_tiles(x, lines):  # [B,T,n,_] -> [B,tiles,g*lines,_]
-        x = jnp.pad(x, ((0, 0), (0, padded - t), (0, lines - x.shape[2]), (0, 0)))
-        return x.reshape(b, -1, plan.tile * lines, x.shape[3])
-
-    queries, index_k = Queries(in_tiles(q, plan.head_rows), None, None), None
-    if index is not None:
-        w = jnp.pad(index.w, ((0, 0), (0, padded - t), (0, plan.index_heads - index.w.shape[2])))
-        w = w.reshape(b, -1, plan.tile, plan.index_heads)
-        queries, index_k = queries._replace(index_q=in_tiles(index.q, plan.index_heads), w=w), index.k
-    selected = jnp.pad(selected, ((0, 0), (0, padded - t), (0, 0)), constant_values=-1)
-    lists = tiles.union_lists(selected, latent.shape[1], plan.tile, block, chunk)
-    out, stats = _attend(plan, queries, latent, index_k, lists)
-    out = out.reshape(b, padded, plan.head_rows, rank)[:, :t, :heads]
-    stats = stats.reshape(b, padded, plan.stats)[:, :t]
-    top = jnp.max(jax.lax.stop_gradient(stats[..., plan.top]), initial=MASKED / 2)
-    return Attended(out, top, None if index is None else stats[..., plan.kl])
-
-
-def _plan(q, index, rank, scale, k, block, interpret) -> Plan:
-    sublanes = 8 if q.dtype == jnp.float32 else 16
-    head_rows = _up(q.shape[2], sublanes)
-    tile = tiles.SHIFT
-    while tile > 1 and (tile * head_rows > _MATRIX or tile * k > _ENTRIES):
-        tile //= 2
-    return Plan(
-        tile=tile,
+    t = q.shape[1]
+    plan = Plan(
+        tile=tiles.SHIFT,
         block=block,
         heads=q.shape[2],
-        head_rows=head_rows,
         rank=rank,
         width=q.shape[3],
-        index_heads=0 if index is None else _up(index.q.shape[2], sublanes),
+        index_heads=0 if index is None else index.q.shape[2],
         index_width=0 if index is None else index.q.shape[3],
         dtype=q.dtype,
         scale=scale,
         interpret=interpret,
     )
+    more = -t % (plan.tile * CORES)
+
+    def pad(x, value=0):
+        return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+
+    def heads_first(x):
+        return jnp.swapaxes(pad(x), 1, 2)
+
+    queries, index_k = Queries(heads_first(q), None, None), None
+    if index is not None:
+        queries, index_k = queries._replace(index_q=heads_first(index.q), w=pad(index.w)), index.k
+    lists = tiles.union_lists(pad(selected, -1), latent.shape[1], plan.tile, block, chunk)
+    out, stats = _attend(plan, queries, latent, index_k, lists)
+    stats = stats[:, :t]
+    top = jnp.max(jax.lax.stop_gradient(stats[..., plan.top]), initial=MASKED / 2)
+    return Attended(jnp.swapaxes(out, 1, 2)[:, :t], top, None if index is None else stats[..., plan.kl])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,7 +110,3 @@ def _attend_bwd(plan, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _up(n, multiple):
-    return -(-n // multiple) * multiple

@@ -19,23 +19,25 @@ def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tupl
     Args:
       rows: from `tiles.pack_rows`. lists: from `tiles.union_lists`, an even number of tiles.
     Returns:
-      (out [B,tiles,g*N,R], statistics float32 [B,tiles,g,lanes] with the columns that `Plan` names).
+      (out [B,N,T,R], statistics float32 [B,T,lanes] with the columns that `Plan` names).
     """
     b, tiles = lists.blocks.shape[:2]
-    one, column = (plan.matrix, plan.rank), pltpu.VMEM((plan.matrix, 1), jnp.float32)
+    t = tiles * plan.tile
     lists, lists_specs = parts.lists_operands(plan, lists)
+    results = [
+        jax.ShapeDtypeStruct((b, plan.heads, t, plan.rank), plan.dtype),
+        jax.ShapeDtypeStruct((b, t, plan.stats), jnp.float32),
+    ]
+    column = pltpu.VMEM((plan.matrix, 1), jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(b, CORES, tiles // CORES),
-        in_specs=[*lists_specs, parts.own_all(queries), pl.BlockSpec(memory_space=pltpu.HBM)],
-        out_specs=[parts.own(tiles, *one), parts.own(tiles, plan.tile, plan.stats)],
-        out_shape=[
-            jax.ShapeDtypeStruct((b, tiles, *one), plan.dtype),
-            jax.ShapeDtypeStruct((b, tiles, plan.tile, plan.stats), jnp.float32),
-        ],
+        in_specs=[*lists_specs, parts.own(plan, queries), pl.BlockSpec(memory_space=pltpu.HBM)],
+        out_specs=parts.own(plan, results),
+        out_shape=results,
         scratch_shapes=dict(
             buffers=parts.block_buffers(plan, plan.key_lines, jnp.int32), arrived=pltpu.SemaphoreType.DMA((2,)),
-            acc=pltpu.VMEM(one, jnp.float32), top=column, total=column,
+            acc=pltpu.VMEM((plan.matrix, plan.rank), jnp.float32), top=column, total=column,
         ),
         compiler_params=parts.compiler_params("parallel"),
         interpret=plan.interpret,
@@ -45,7 +47,7 @@ def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tupl
 
 def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived, acc, top, total):
     walk = functools.partial(_walk, plan, lists, pl.program_id(0), rows, buffers, arrived)
-    q = queries.q[0, 0]
+    q = parts.by_head(queries.q[0])
     acc[...] = jnp.zeros_like(acc)
     top[...] = jnp.full_like(top, MASKED / 2)
     total[...] = jnp.zeros_like(total)
@@ -63,15 +65,15 @@ def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived
 
     walk(attend, 0)
     sums = jnp.where(total[...] == 0, 1, total[...])
-    out[0, 0] = (acc[...] / sums).astype(plan.dtype)
+    out[0] = parts.by_head(acc[...] / sums, plan.heads).astype(plan.dtype)
     lse = top[...] + jnp.log(sums)
-    own = parts.as_lanes(lse, plan.head_rows, plan.stats)
-    highest = jnp.max(top[...].reshape(plan.tile, plan.head_rows, 1), axis=1)
+    own = parts.as_lanes(lse, plan.heads, plan.stats)
+    highest = jnp.max(parts.by_head(top[...], plan.heads), axis=0)
     own = parts.set_column(own, plan.top, highest)
     if plan.index_heads:
         index_lse, kl = _index_loss(plan, walk, vectors, queries, lse)
         own = parts.set_column(parts.set_column(own, plan.index_lse, index_lse), plan.kl, kl)
-    stats[0, 0] = own
+    stats[0] = own
 
 
 def _walk(plan, lists, batch, rows, buffers, arrived, visit, carry):
@@ -104,8 +106,8 @@ def _index_loss(plan, walk, vectors, queries, lse):
     With x the scores and m their maximum, KL = sum p log p + sum p (m - x) + log(sum exp(x - m)), whose terms are not
     large numbers that cancel.
     """
-    q, index_q = queries.q[0, 0], queries.index_q[0, 0]
-    w = parts.as_column(queries.w[0, 0], plan.index_heads)
+    q, index_q = parts.by_head(queries.q[0]), parts.by_head(queries.index_q[0])
+    w = parts.as_column(queries.w[0], plan.index_heads)
 
     def visit(j, keys, carry):
         top, total, mass, entropy, below = carry

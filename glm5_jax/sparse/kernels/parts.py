@@ -1,6 +1,7 @@
 """What the forward and the backward kernel of `attend` share: sizes, operands, the walk over a tile's keys, and scores.
 
-Inside a kernel a tile is a matrix: row i * n + h belongs to head h (of n) of query i; keys lie on the lanes.
+Heads come before queries, as in the products that make and use the arrays. Inside a kernel a tile is a matrix: row
+h * g + i belongs to head h of query i of g; keys lie on the lanes.
 """
 
 from typing import NamedTuple
@@ -21,15 +22,14 @@ class Plan(NamedTuple):
     """Sizes and settings of a call, all static.
 
     Attributes:
-      tile: queries that share a list. block: keys handled at once. heads: N. head_rows: N padded for the tiling of memory.
-      rank: R. width: R+P. index_heads: I padded likewise, 0 where no indexer loss is asked for. index_width: J.
-      index_scale: J^-0.5. dtype: of queries and keys. scale: factor on q.k. interpret: as in `pl.pallas_call`.
+      tile: g, queries that share a list. block: keys handled at once. heads: N. rank: R. width: R+P.
+      index_heads: I, 0 where no indexer loss is asked for. index_width: J. dtype: of queries and keys.
+      scale: factor on q.k. interpret: as in `pl.pallas_call`.
     """
 
     tile: int
     block: int
     heads: int
-    head_rows: int
     rank: int
     width: int
     index_heads: int
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     @property
     def matrix(self) -> int:
         """Rows of a tile's matrix of scores."""
-        return self.tile * self.head_rows
+        return self.heads * self.tile
 
     @property
     def row(self) -> int:
@@ -61,41 +61,42 @@ class Plan(NamedTuple):
     @property
     def stats(self) -> int:
         """Lanes of the statistics of a query: log-sum-exp of each head, then the three columns below."""
-        return -(-(self.head_rows + 3) // LANES) * LANES
+        return -(-(self.heads + 3) // LANES) * LANES
 
     @property
     def index_lse(self) -> int:
         """Column with the log-sum-exp of the index scores."""
-        return self.head_rows
+        return self.heads
 
     @property
     def kl(self) -> int:
         """Column with the indexer's loss; in the backward pass its cotangent."""
-        return self.head_rows + 1
+        return self.heads + 1
 
     @property
     def top(self) -> int:
         """Column with the largest attention logit."""
-        return self.head_rows + 2
+        return self.heads + 2
 
 
 class Queries(NamedTuple):
-    """The query side of all tiles: q [B,tiles,g*N,R+P], index_q [B,tiles,g*I,J] and w float32 [B,tiles,g,I], or None."""
+    """The query side, T a multiple of g * CORES: q [B,N,T,R+P]; index_q [B,I,T,J] and w float32 [B,T,I], or None."""
 
     q: jax.Array
     index_q: jax.Array | None
     w: jax.Array | None
 
 
-def own(tiles: int, *shape: int, memory_space=None) -> pl.BlockSpec:
-    """The part of an array [B,tiles,*shape] that belongs to a tile, in a grid [B,CORES,tiles/CORES]."""
-    per_core = tiles // CORES
-    return pl.BlockSpec((1, 1, *shape), lambda b, c, t: (b, c * per_core + t, 0, 0), memory_space=memory_space)
+def own(plan: Plan, tree):
+    """Block specs in a grid [B,CORES,tiles/CORES]: what belongs to the queries of a tile in arrays [B,_,T,_] or [B,T,_]."""
 
+    def spec(x):
+        per_core = x.shape[-2] // plan.tile // CORES
+        heads = x.shape[1:-2]
+        rows = (1, *heads, plan.tile, x.shape[-1])
+        return pl.BlockSpec(rows, lambda b, c, t: (b, *(0 for _ in heads), c * per_core + t, 0))
 
-def own_all(tree):
-    """`own` of all arrays [B,tiles,_,_] in a tree."""
-    return jax.tree.map(lambda x: own(*x.shape[1:]), tree)
+    return jax.tree.map(spec, tree)
 
 
 def lists_operands(plan: Plan, lists: Lists):
@@ -104,10 +105,14 @@ def lists_operands(plan: Plan, lists: Lists):
     length = lists.entries.size // (b * tiles)
     lanes = min(plan.block, LANES)
     per_core = tiles // CORES
+
+    def spec(*shape, **where):
+        return pl.BlockSpec((1, 1, *shape), lambda b, c, t: (b, c * per_core + t, 0, 0), **where)
+
     entries = pl.BlockSpec((length,), lambda b, c, t: (b * tiles + c * per_core + t,), memory_space=pltpu.SMEM)
-    scalars = Lists(entries, own(tiles, 1, 1, memory_space=pltpu.SMEM))
+    scalars = Lists(entries, spec(1, 1, memory_space=pltpu.SMEM))
     vectors = lists.entries.reshape(b, tiles, length // lanes, lanes)
-    return (lists, vectors), (scalars, own(tiles, length // lanes, lanes))
+    return (lists, vectors), (scalars, spec(length // lanes, lanes))
 
 
 def for_rows(plan: Plan, entries, j, act, unroll: bool):
@@ -188,49 +193,48 @@ def product(plan: Plan, a, b, over: tuple[int, int]):
 
 
 def attention_scores(plan: Plan, q, keys, mask):
-    """float32 [g*N,block], `MASKED` where mask [g,block] is false and in the rows of padded heads."""
+    """float32 [N*g,block], `MASKED` where mask [g,block] is false."""
     scores = product(plan, q, keys[:, : plan.width], (1, 1)) * plan.scale
-    shape = (plan.tile, plan.head_rows, plan.block)
-    mask = jnp.broadcast_to(mask[:, None], shape)
-    if plan.head_rows > plan.heads:
-        mask &= jax.lax.broadcasted_iota(jnp.int32, shape, 1) < plan.heads
-    return jnp.where(mask, scores.reshape(shape), MASKED).reshape(plan.matrix, plan.block)
+    return by_head(jnp.where(mask, by_head(scores, plan.heads), MASKED))
+
+
+def by_head(x, heads: int | None = None):
+    """[n*g,_] of x [n,g,_], or with heads n the inverse."""
+    return x.reshape(-1, x.shape[-1]) if heads is None else x.reshape(heads, -1, x.shape[-1])
 
 
 def mean_over_heads(plan: Plan, p):
-    """float32 [g,block] of the attention probabilities p [g*N,block]."""
-    return jnp.sum(p.reshape(plan.tile, plan.head_rows, plan.block), axis=1) * (1 / plan.heads)
+    """float32 [g,block] of the attention probabilities p [N*g,block]."""
+    return jnp.sum(by_head(p, plan.heads), axis=0) * (1 / plan.heads)
 
 
 def index_dots(plan: Plan, index_q, keys):
-    """(dots float32 [g*I,block], index keys [block,J]): index queries times index keys."""
+    """(dots float32 [I*g,block], index keys [block,J]): index queries times index keys."""
     start = index_start(plan.width)
     index_k = keys[:, start : start + plan.index_width]
     return product(plan, index_q, index_k, (1, 1)) * plan.index_width**-0.5, index_k
 
 
 def index_scores(plan: Plan, dots, w):
-    """float32 [g,block] of dots [g*I,block] and head weights as a column w [g*I,1]."""
-    return jnp.sum((jnp.maximum(dots, 0) * w).reshape(plan.tile, plan.index_heads, plan.block), axis=1)
+    """float32 [g,block] of dots [I*g,block] and head weights as a column w [I*g,1]."""
+    return jnp.sum(by_head(jnp.maximum(dots, 0) * w, plan.index_heads), axis=0)
 
 
 def as_column(x, n: int):
-    """[g*n,1] with the first n lanes of x [g,lanes] under each other."""
-    g, lanes = x.shape
-    spread = jnp.where(_same(g, n, lanes), jnp.broadcast_to(x[:, None], (g, n, lanes)), 0)
-    return jnp.sum(spread, axis=2, keepdims=True).reshape(g * n, 1)
+    """[n*g,1] with the first n lanes of x [g,lanes] under each other."""
+    spread = jnp.where(_same(n, *x.shape), x, 0)
+    return by_head(jnp.sum(spread, axis=2, keepdims=True))
 
 
 def as_lanes(column, n: int, lanes: int):
-    """[g,lanes] of a column [g*n,1], the inverse of `as_column`; zeros behind."""
-    g = column.shape[0] // n
-    spread = jnp.where(_same(g, n, lanes), column.reshape(g, n, 1), 0)
-    return jnp.sum(spread, axis=1)
+    """[g,lanes] of a column [n*g,1], the inverse of `as_column`; zeros behind."""
+    x = by_head(column, n)
+    return jnp.sum(jnp.where(_same(n, x.shape[1], lanes), x, 0), axis=0)
 
 
-def _same(g, n, lanes):
-    shape = (g, n, lanes)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+def _same(n, g, lanes):
+    shape = (n, g, lanes)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 
 
 def set_column(x, column: int, value):
