@@ -47,15 +47,14 @@ class Protocol:
     index_heads: int = 2  # I
     index_width: int = 24  # J
     tokens: int = 2048  # of every batch
-    spark_steps: int = 800  # at most, of short sequences with the answers as only targets, until they are learnt
+    attempts: int = 5  # initial weights to try at most until one learns the short sequences
+    spark_steps: int = 500  # at most, of short sequences with the answers as only targets, until they are learnt
     dense_steps: int = 400  # of sequences growing to the longest, all tokens targets
     warmup_steps: int = 60
     sparse_steps: int = 420
     answers: int = 1024  # questions asked per task and length
-    lr: float = 1.5e-3  # of dense training, falling to lr_end
-    lr_end: float = 1e-3
+    lr: float = 1e-3  # constant, of dense training and sparse adaptation
     lr_warmup: tuple[float, float] = (5e-3, 2e-4)  # of the indexer's warm-up, linear
-    lr_sparse: float = 1e-3  # constant
 
     def model(self, attention: str) -> ModelConfig:
         """The network: two layers of one width, dense FFN, no MTP."""
@@ -68,7 +67,9 @@ class Protocol:
         )  # fmt: skip
 
 
-QUICK = Protocol(spark_steps=2, dense_steps=2, warmup_steps=2, sparse_steps=2, answers=16, lengths=(16, 32), tokens=64)
+QUICK = Protocol(
+    attempts=1, spark_steps=2, dense_steps=2, warmup_steps=2, sparse_steps=2, answers=16, lengths=(16, 32), tokens=64
+)
 
 
 def fetch_back(rng: np.random.Generator, length: int, symbols: retrieval.Symbols) -> retrieval.Sample:
@@ -109,25 +110,16 @@ class Experiment:
         self.p = p
         dense, sparse = p.model("dense"), p.model("sparse")
         self.graphs = {a: split(abstract(cfg))[0] for a, cfg in (("dense", dense), ("sparse", sparse))}
-        trunk = ("indexer",)
-        self.spark = Stage(dense, trunk, 0.0, LearningRate("constant", peak=p.lr, warmup_steps=20), p.spark_steps)
-        self.dense = Stage(dense, trunk, 0.0, LearningRate("linear", peak=p.lr, final=p.lr_end, warmup_steps=0), p.dense_steps)
-        first, last = p.lr_warmup
-        self.warmup = Stage(
-            dense, ("trunk",), 1.0, LearningRate("linear", peak=first, final=last, warmup_steps=0), p.warmup_steps
-        )
-        self.long_warmup = Stage(
-            dense,
-            ("trunk",),
-            1.0,
-            LearningRate("linear", peak=first, final=last, warmup_steps=0),
-            p.warmup_steps + p.sparse_steps,
-        )
-        self.sparse = Stage(sparse, (), 1.0, LearningRate("constant", peak=p.lr_sparse, warmup_steps=0), p.sparse_steps)
+        constant = LearningRate("constant", peak=p.lr, warmup_steps=20)
+        falling = LearningRate("linear", peak=p.lr_warmup[0], final=p.lr_warmup[1], warmup_steps=0)
+        self.dense = Stage(dense, ("indexer",), 0.0, constant, 1)
+        self.warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps)
+        self.long_warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps + p.sparse_steps)
+        self.sparse = Stage(sparse, (), 1.0, constant, 1)
 
-    def batch(self, seed: int, stage: int, step: int, tasks, lengths, masked: bool) -> dict:
-        """Batch [1,b,T] of a step, T the longest of `lengths`; masked: only answers are targets."""
-        t = max(lengths)
+    def batch(self, seed: int, stage: int, step: int, tasks, lengths, masked: bool, t: int = 0) -> dict:
+        """Batch [1,b,T] of a step, T the longest of `lengths` or `t`; masked: only answers are targets."""
+        t = t or max(lengths)
         rng = retrieval.stream(seed, "train", stage, step)
         batch = retrieval.packed_batch(rng, tasks, lengths, self.p.tokens // t, t, self.p.symbols)
         if not masked:
@@ -147,26 +139,24 @@ class Experiment:
         return tuple(retrieval.TASKS[name] for name in TASKS)
 
     def base(self, seed: int, say) -> tuple[dict, int]:
-        """Dense parameters from scratch, and the steps that short sequences took."""
+        """Dense parameters from scratch, and all steps on short sequences."""
         p, short = self.p, tuple(n for n in (8, 16, 32) if n <= self.p.lengths[-1])
         asked_more = functools.partial(retrieval.recall, every=5)
-        state = self.spark.start(split(Glm5(p.model("dense"), nnx.Rngs(seed)))[1])
-        for step in range(p.spark_steps):
-            state, _ = self.spark.step(state, self.batch(seed, 0, step, (asked_more, fetch_back), short, True))
+        for step in range(p.attempts * p.spark_steps):
+            if step % p.spark_steps == 0:
+                weights = nnx.Rngs(seed + 1000 * (step // p.spark_steps))
+                state = self.dense.start(split(Glm5(p.model("dense"), weights))[1])
+            state, _ = self.dense.step(state, self.batch(seed, 0, step, (asked_more, fetch_back), short, True))
             if (step + 1) % 50 == 0:
                 score = self.accuracy(state.params, "dense", "recall", 32, 512)
                 say(f"short sequences, step {step + 1}: recall at 32 tokens {score:.3f}")
                 if score > 0.97:
                     break
-        lengths = (8, *p.lengths)
-        t = p.lengths[-1]
+        lengths, longest = (8, *p.lengths), p.lengths[-1]
 
         def batches(i):
-            n = min(len(lengths), 3 + 4 * i * (len(lengths) - 3) // (2 * p.dense_steps))  # all from half way on
-            rng = retrieval.stream(seed, "train", 1, i)
-            batch = retrieval.packed_batch(rng, self.tasks, lengths[: max(n, 1)], p.tokens // t, t, p.symbols)
-            del batch["loss_mask"]
-            return {name: jnp.asarray(array)[None] for name, array in batch.items()}
+            grown = min(len(lengths), 3 + 2 * i * (len(lengths) - 2) // p.dense_steps)  # all from half way on
+            return self.batch(seed, 1, i, self.tasks, lengths[:grown], False, longest)
 
         return self.train(self.dense, state.params, p.dense_steps, batches), step + 1
 
