@@ -112,10 +112,10 @@ class Experiment:
         self.graphs = {a: split(abstract(cfg))[0] for a, cfg in (("dense", dense), ("sparse", sparse))}
         constant = LearningRate("constant", peak=p.lr, warmup_steps=20)
         falling = LearningRate("linear", peak=p.lr_warmup[0], final=p.lr_warmup[1], warmup_steps=0)
-        self.dense = Stage(dense, ("indexer",), 0.0, constant, 1)
+        self.dense = Stage(dense, ("indexer",), 0.0, constant, p.dense_steps)
         self.warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps)
         self.long_warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps + p.sparse_steps)
-        self.sparse = Stage(sparse, (), 1.0, constant, 1)
+        self.sparse = Stage(sparse, (), 1.0, constant, p.sparse_steps)
 
     def batch(self, seed: int, stage: int, step: int, tasks, lengths, masked: bool, t: int = 0) -> dict:
         """Batch [1,b,T] of a step, T the longest of `lengths` or `t`; masked: only answers are targets."""
