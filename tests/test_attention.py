@@ -69,7 +69,7 @@ def chosen(b, i):
 
 @pytest.mark.parametrize("block", [1, 3, 4, 5, 7, 8, 13, 16, 17, 100])
 def test_dense_in_blocks_of_any_size(block):
-    out, top = dense(*float32(*EXPANDED), EVERY_ROW, SEGMENT, 0.3, block)
+    out, _, top = dense(*float32(*EXPANDED), EVERY_ROW, SEGMENT, 0.3, block)
     np.testing.assert_allclose(out, by_loops(*EXPANDED, seen_from, 0.3), rtol=0, atol=1e-5)
     q, k, _ = EXPANDED
     largest = max(0.3 * (q[b, t, n] @ k[b, s, n]) for b, t, n in np.ndindex(B, S, N) for s in seen_from(b, t))
@@ -202,6 +202,6 @@ def test_softmax_of_large_scores_does_not_overflow():
 
 def test_padded_queries_give_zeros():
     padding = SEGMENT == 0
-    out, _ = dense(*float32(*EXPANDED), EVERY_ROW, SEGMENT, 0.3, 100)
+    out, _, _ = dense(*float32(*EXPANDED), EVERY_ROW, SEGMENT, 0.3, 100)
     assert not np.asarray(out)[padding].any() and np.asarray(out)[~padding].all()
     assert not np.asarray(visible(EVERY_ROW, jnp.asarray(SEGMENT)))[padding].any()

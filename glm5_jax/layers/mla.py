@@ -16,8 +16,8 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.layers.norm import at_least_float32, rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.layers.rope import rotate
-from glm5_jax.sparse import attention, reference
-from glm5_jax.sparse.dense import dense, dense_latent
+from glm5_jax.sparse import attention
+from glm5_jax.sparse.dense import dense, dense_kl, dense_latent
 from glm5_jax.sparse.indexer import Index, Indexer
 from glm5_jax.sparse.masks import Rows, in_query_blocks
 
@@ -143,8 +143,10 @@ class Mla(nnx.Module):
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k, v = jnp.concatenate([k, k_rope], axis=-1), jnp.einsum("bsr,rnv->bsnv", c, self.v_up[...].astype(q.dtype))
         scale = cfg.qk_head_dim**-0.5
-        o, _, top = dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
-        kl = None if index is None else reference.dense_kl(q, k, index, ctx.rows, ctx.key_segment, scale)
+        o, lse, top = dense(q, k, v, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
+        kl = None
+        if index is not None:
+            kl = dense_kl(q, k, lse, index, ctx.rows, ctx.key_segment, scale, cfg.query_chunk)
         return Attention(self._output(o), top, kl)
 
     def _selected(self, cq, keys: Keys, selection: Selection, ctx: Context) -> Attention:
