@@ -175,20 +175,27 @@ class EvalOptions:
     rows: int = 0  # rows to evaluate at most, 0 = all
     seq_len: int = 0  # tokens per row; 0 = that of the run, 512 for a Hugging Face directory
     batch_rows: int = 8  # rows at once
+    retrieval: tuple[str, ...] = ()  # in place of bits per byte: single_needle, multi_key, multi_value, recall, or all
+    lengths: tuple[int, ...] = ()  # tokens of a retrieval sample; default: 256, 512 ... 4096 within the position limit
+    samples: int = 64  # retrieval samples per task and length
+    seed: int = 0  # of the retrieval samples
     dtype: str = "float32"  # float32 or bfloat16
     latent_norm_eps: float | None = None  # epsilon of the latent norms; 1e-6 matches transformers
     json: bool = False  # end with one line of JSON
 
 
 def evaluate(arguments: list[str]) -> int:
-    """Prints held-out bits per byte."""
+    """Prints held-out bits per byte, or retrieval by length."""
     from glm5_jax.cli_options import parse
 
     (path,), rest = _positional(arguments, "eval", ["DIR"])
-    options = parse(EvalOptions(), rest, "glm5 eval DIR", "Held-out bits per byte.")
+    options = parse(EvalOptions(), rest, "glm5 eval DIR", "Held-out bits per byte, or retrieval by length.")
+    from glm5_jax.train.evaluate import evaluate_retrieval
     from glm5_jax.train.report import evaluate_directory
 
     model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
+    if options.retrieval:
+        return evaluate_retrieval(model, tokenizer, options)
     return evaluate_directory(pathlib.Path(path), model, tokenizer, options)
 
 

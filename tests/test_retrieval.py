@@ -1,10 +1,18 @@
 """Retrieval tasks: answers derived from the context alone, one matching key, exact lengths, streams that never meet."""
 
+import json
+import re
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glm5_jax import cli
 from glm5_jax.errors import UserError
+from glm5_jax.model import merge, split
 from glm5_jax.train import retrieval as R
+from glm5_jax.train.evaluate import default_lengths, retrieval_by_length
+from helpers_train import lively_model, step_config
 
 SYMBOLS = R.Symbols(keys=70, values=9, noise=5)
 LENGTHS = (14, 31, 64, 128)
@@ -128,3 +136,108 @@ def test_training_and_evaluation_never_share_a_stream():
     evaluation = {draw(seed, "eval", *place) for seed in seeds for place in places}
     assert len(train) == len(seeds) * len(steps) and len(evaluation) == len(seeds) * len(places)
     assert not train & evaluation
+
+
+def as_bytes(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def by_words(text):  # a tokenizer whose tokens are longer than a byte and of several lengths
+    return np.array([hash(word) % 2**31 for word in re.findall(r"\s?\S+", text)], np.int32)
+
+
+@pytest.mark.parametrize("task", R.TASKS)
+def test_a_text_sample_can_be_answered_by_reading_it(task):
+    for seed in range(30):
+        length = 180 + 37 * seed
+        sample = R.text_sample(np.random.default_rng(seed), task, length, as_bytes)
+        assert len(sample.tokens) == len(sample.answer) == length
+        text = bytes(sample.tokens.tolist()).decode()
+        context, question = text.split("\n")
+        name = re.match(r"The (?:three codes|code) of (\w+ \w+) (?:is|are) \d", question).group(1)
+        found = re.findall(r" The code of (\w+ \w+) is (\d{4})\.", context)
+        codes = [code for n, code in found if n == name]
+        assert len(codes) == (3 if task == "multi_value" else 1)
+        assert question.endswith(", ".join(codes))
+        assert bytes(sample.tokens[sample.answer].tolist()).decode() == "".join(f" {code}" for code in codes)
+        assert len({code for _, code in found}) == len(found)
+        others = {n for n, _ in found} - {name}
+        assert len(others) == len(found) - len(codes)
+        assert bool(others) == (task in ("multi_key", "recall") and length > 320) or length <= 320
+
+
+def test_text_samples_fill_their_length_with_any_tokenizer():
+    for task in R.TASKS:
+        for length in range(40, 90):
+            assert len(R.text_sample(np.random.default_rng(length), task, length, by_words).tokens) == length
+    with pytest.raises(UserError, match="length=30: too short for single_needle, which takes [0-9]+ tokens at least"):
+        R.text_sample(np.random.default_rng(0), "single_needle", 30, as_bytes)
+
+
+class TwoIds:
+    """A tokenizer that tells only the digit 9 from all else: a model that always says "all else" answers some questions."""
+
+    vocab_size = 40
+
+    def encode(self, text):
+        return np.where(as_bytes(text) == ord("9"), 7, 3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A network that says 3 after many 3s, and is not made to say anything after a 7."""
+    cfg = step_config(num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0, max_position_embeddings=256)
+    graphdef, params = split(lively_model(cfg))
+    hidden = merge(graphdef, params)(np.full((1, 90), 3)).hidden[0, -1]
+    params["head"] = jnp.zeros_like(params["head"]).at[:, 3].set(hidden).at[:, 7].set(-hidden)
+    return merge(graphdef, params)
+
+
+def by_hand(model, task, length, samples):
+    """The share of samples whose answer is what the model would say token by token."""
+    rng, right = R.stream(4, "eval", list(R.TASKS).index(task), length), 0
+    for _ in range(samples):
+        tokens, answer = R.text_sample(rng, task, length, TwoIds().encode)
+        said = np.argmax(model(tokens[None]).logits[0], -1)
+        right += all(said[at - 1] == tokens[at] for at in np.flatnonzero(answer))
+    return right / samples
+
+
+def test_accuracy_is_the_share_of_samples_that_greedy_decoding_gets_right(model):
+    shares = retrieval_by_length(model, TwoIds().encode, ["single_needle"], [90], samples=31, seed=4, batch_rows=8)
+    expected = by_hand(model, "single_needle", 90, 31)
+    assert shares == {"single_needle": {90: expected}} and 0 < expected < 1
+    # Several answers of one question: all must be right.
+    shares = retrieval_by_length(model, TwoIds().encode, ["multi_value"], [200], samples=16, seed=4, batch_rows=16)
+    assert shares == {"multi_value": {200: by_hand(model, "multi_value", 200, 16)}}
+
+
+def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_load_with_tokenizer", lambda *_: (model, TwoIds()))
+    arguments = ["DIR", "--retrieval", "single_needle", "--lengths", "90", "--samples", "31", "--seed", "4", "--json"]
+    assert cli.evaluate(arguments) == 0
+    expected = by_hand(model, "single_needle", 90, 31)
+    header, lengths, row, line = capsys.readouterr().out.splitlines()
+    assert "31 samples" in header and lengths.split() == ["90"]
+    assert row.split() == ["single_needle", f"{100 * expected:.1f}"]
+    assert json.loads(line) == {"retrieval": {"single_needle": {"90": expected}}}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--retrieval", "haystack"], "retrieval=haystack: one of single_needle, multi_key, multi_value, recall, or all"),
+        (["--retrieval", "all", "--lengths", "300"], "lengths=300: from 1 to the position limit, 256"),
+        (["--retrieval", "all", "--samples", "0"], "samples=0: must be at least 1"),
+        (["--retrieval", "recall", "--lengths", "20"], "length=20: too short for recall"),
+    ],
+)
+def test_eval_refuses(model, monkeypatch, options, message):
+    monkeypatch.setattr(cli, "_load_with_tokenizer", lambda *_: (model, TwoIds()))
+    with pytest.raises(UserError, match=message):
+        cli.evaluate(["DIR", *options])
+
+
+def test_default_lengths():
+    assert default_lengths(202_752) == (256, 512, 1024, 2048, 4096)
+    assert default_lengths(600) == (256, 512) and default_lengths(64) == (64,)

@@ -1,14 +1,20 @@
-"""Held-out bits per byte: a loss that does not depend on the tokenizer."""
+"""Held-out bits per byte, a loss that does not depend on the tokenizer, and retrieval by length."""
 
+import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import rich.progress
 
 from glm5_jax.compiling import jit
+from glm5_jax.config import check
 from glm5_jax.layers.mtp import shift
-from glm5_jax.model import merge
+from glm5_jax.model import Glm5, merge, split
+from glm5_jax.train import retrieval
 from glm5_jax.train.loss import cross_entropy
 from glm5_jax.train.step import target_weights
 
@@ -44,3 +50,92 @@ def bits_per_byte(loss_sum, params: dict, batches: Iterable[dict], progress: Cal
         if progress:
             progress(i + 1)
     return nats / (math.log(2) * size) if size else math.nan
+
+
+def make_right(graphdef) -> Callable[..., jax.Array]:
+    """Compiled function (params, tokens int32 [B,T], places int32 [B,A]) -> bool [B].
+
+    True where each token at `places` (-1: none) is the likeliest one after the tokens before it: what greedy decoding says.
+    """
+
+    @jit
+    def right(params, tokens, places):
+        model = merge(graphdef, params)
+        hidden, _, _ = model.trunk(tokens)
+        before = jnp.take_along_axis(hidden, jnp.maximum(places - 1, 0)[..., None], axis=1)
+        wanted = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
+        return jnp.all((jnp.argmax(model.logits(before), axis=-1) == wanted) | (places < 0), axis=-1)
+
+    return right
+
+
+def retrieval_by_length(
+    model: Glm5,
+    encode: Callable[[str], np.ndarray],
+    tasks: Iterable[str],
+    lengths: Iterable[int],
+    samples: int,
+    seed: int = 0,
+    batch_rows: int = 8,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, dict[int, float]]:
+    """Share of samples whose whole answer is right, by task and length.
+
+    Args:
+      encode: text -> ids. tasks: of `retrieval.TASKS`. lengths: tokens of a sample, answer included.
+      samples: per task and length. progress: called with the number of samples done.
+    """
+    limit = model.cfg.max_position_embeddings
+    check(samples >= 1, f"samples={samples}: must be at least 1")
+    check(batch_rows >= 1, f"batch_rows={batch_rows}: must be at least 1")
+    for task in tasks:
+        check(task in retrieval.TASKS, f"retrieval={task}: one of {', '.join(retrieval.TASKS)}, or all")
+    for length in lengths:
+        check(1 <= length <= limit, f"lengths={length}: from 1 to the position limit, {limit}")
+    graphdef, params = split(model)
+    right, done = make_right(graphdef), 0
+    shares: dict[str, dict[int, float]] = {}
+    for task in tasks:
+        shares[task] = {}
+        for length in lengths:
+            rng = retrieval.stream(seed, "eval", list(retrieval.TASKS).index(task), length)
+            made = [retrieval.text_sample(rng, task, length, encode) for _ in range(samples)]
+            most = max(int(sample.answer.sum()) for sample in made)
+            hits = 0
+            for start in range(0, samples, batch_rows):
+                part = made[start : start + batch_rows]
+                part += [made[0]] * (batch_rows - len(part))  # one shape for every batch; what repeats is not counted
+                places = np.full((batch_rows, most), -1, np.int32)
+                for row, sample in enumerate(part):
+                    at = np.flatnonzero(sample.answer)
+                    places[row, : len(at)] = at
+                good = right(params, np.stack([sample.tokens for sample in part]), places)
+                hits += int(np.sum(np.asarray(good)[: samples - start]))
+                done += min(batch_rows, samples - start)
+                if progress:
+                    progress(done)
+            shares[task][length] = hits / samples
+    return shares
+
+
+def default_lengths(limit: int) -> tuple[int, ...]:
+    """Powers of two from 256 to 4,096 that the position limit allows, else the limit itself."""
+    return tuple(n for n in (256, 512, 1024, 2048, 4096) if n <= limit) or (limit,)
+
+
+def evaluate_retrieval(model, tokenizer, options) -> int:
+    """Prints, by task and length, the share of retrieval questions that a model answers."""
+    tasks = tuple(retrieval.TASKS) if options.retrieval == ("all",) else options.retrieval
+    lengths = options.lengths or default_lengths(model.cfg.max_position_embeddings)
+    with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("evaluating", total=len(tasks) * len(lengths) * options.samples)
+        shares = retrieval_by_length(
+            model, tokenizer.encode, tasks, lengths, options.samples, options.seed, options.batch_rows,
+            lambda done: bar.update(task, completed=done),
+        )  # fmt: skip
+    print(f"answers right, percent of {options.samples} samples, by tokens\n{'':13}" + "".join(f"{n:>8}" for n in lengths))
+    for name, by_length in shares.items():
+        print(f"{name:13}" + "".join(f"{100 * by_length[n]:>8.1f}" for n in lengths))
+    if options.json:
+        print(json.dumps({"retrieval": shares}))
+    return 0

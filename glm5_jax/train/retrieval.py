@@ -159,3 +159,65 @@ def _place(batch: dict, row: int, at: int, segment: int, sample: Sample) -> None
     batch["segment_ids"][row, span] = segment
     batch["positions"][row, span] = np.arange(len(sample.tokens))
     batch["loss_mask"][row, span] = sample.answer
+
+
+# The same tasks in words. A question continues as the needle did, so that a base model can answer it.
+_WORDS = (
+    "amber anchor basil beacon birch cactus candle canyon cedar cherry clover comet copper coral cotton crane daisy "
+    "delta ember falcon fern fiddle flint forest garnet ginger glacier granite harbor hazel heron honey indigo "
+    "ivory jasmine jungle juniper kettle lagoon lantern lemon lilac linen lotus maple marble meadow mint mirror "
+    "nectar needle nutmeg ocean olive onyx orchid otter pebble pepper pine planet plum poppy quartz rabbit raven "
+    "ribbon river robin rocket saddle saffron sage sandal sapphire shadow silver spruce summit sunset thistle "
+    "timber topaz tulip tunnel turtle valley velvet violet walnut willow winter zephyr"
+).split()
+_NOISE = (
+    " The grass is green.", " The sky is blue.", " The sun is yellow.", " Here we go.", " There and back again.",
+    " The wind is mild today.", " Nobody came to the gate.", " The road goes on for a while.",
+)  # fmt: skip
+
+
+def text_sample(rng: np.random.Generator, task: str, length: int, encode: Callable[[str], np.ndarray]) -> Sample:
+    """One question of `task` in words, exactly `length` tokens with its answer; all of it must be right.
+
+    single_needle: one code in noise. multi_key: a code in every fourth sentence, all names different. multi_value: three codes
+    of one name, asked for in order. recall: codes only. A code is 4 digits; numbers of a sample are all different.
+
+    Args:
+      encode: text -> ids, of a tokenizer. Pieces are encoded one by one and joined.
+    """
+    numbers = iter(rng.permutation(np.arange(1000, 10_000)))
+    pairs = iter(rng.choice(len(_WORDS) ** 2, 8000, replace=False))  # fewer than there are numbers
+
+    def new_name():
+        return "{} {}".format(*(_WORDS[i] for i in divmod(int(next(pairs)), len(_WORDS))))
+
+    def needle(name, code):
+        return encode(f" The code of {name} is{code}.")
+
+    name, answers = new_name(), [f" {next(numbers)}" for _ in range(3 if task == "multi_value" else 1)]
+    question = f"\nThe three codes of {name} are" if task == "multi_value" else f"\nThe code of {name} is"
+    needles = [needle(name, answer) for answer in answers]
+    tail = [(encode(question), False)]
+    for i, answer in enumerate(answers):
+        tail += [(encode(","), False)] * (i > 0) + [(encode(answer), True)]
+    room = length - sum(len(ids) for ids, _ in tail) - sum(map(len, needles))
+    rest, turn = [], 0
+    missing = room
+    while missing > 0:
+        is_needle = task == "recall" or (task == "multi_key" and turn % 4 == 3)
+        turn += 1
+        if is_needle:
+            check(turn < 8000, f"length={length}: longer than all different codes fill")
+            piece = needle(new_name(), f" {next(numbers)}")
+        if not is_needle or len(piece) > missing:  # the last gap takes the end of a sentence of noise
+            piece = encode(_NOISE[rng.integers(len(_NOISE))])[-missing:]
+        rest.append(piece)
+        missing -= len(piece)
+    check(room >= 0, f"length={length}: too short for {task}, which takes {length - room} tokens at least")
+    first, rest = (rest[-1:], rest[:-1]) if rest else ([], [])  # what was cut off stands first
+    at = np.sort(rng.integers(0, len(rest) + 1, len(needles)))
+    for place, ids in zip(at[::-1], needles[::-1]):
+        rest.insert(int(place), ids)
+    pieces = [(ids, False) for ids in first + rest] + tail
+    tokens = np.concatenate([np.asarray(ids, np.int32) for ids, _ in pieces])
+    return Sample(tokens, np.concatenate([np.full(len(ids), answer) for ids, answer in pieces]))
