@@ -19,8 +19,8 @@ from glm5_jax.sparse.reference import Attended
 from glm5_jax.sparse.topk import MASKED
 
 BLOCK = 256  # keys handled at once: fills the 256-wide matrix units of v6e and 7x
-_MATRIX = 512  # at most so many rows of scores in a tile: what VMEM holds
-_ENTRIES = 1 << 16  # entries of a list that fit into scalar memory (1 MiB) twice, with room to spare
+_MOST_HEADS, _WIDEST = 128, 640  # a tile of so many heads, and of queries so wide, fits into VMEM
+_MOST_SELECTED = 8192  # lists twice in scalar memory, 1 MiB, with room to spare
 
 
 def why_not(q, latent, index: Index | None, k: int) -> str | None:
@@ -30,15 +30,29 @@ def why_not(q, latent, index: Index | None, k: int) -> str | None:
         return f"queries, latents and index must all be bfloat16 or all float32, not {[str(x.dtype) for x in same]}"
     if index is not None and index.w.dtype != jnp.float32:
         return f"the index's head weights must be float32, not {index.w.dtype}"
-    if latent.shape[1] + BLOCK >= tiles.MOST_KEYS:
-        return f"{latent.shape[1]} keys are more than the kernel's lists can name"
-    if q.shape[2] > _MATRIX:
-        return f"{q.shape[2]} heads are more than the kernel has room for ({_MATRIX})"
-    if q.shape[3] > 1024:
-        return f"queries of width {q.shape[3]} are wider than the kernel has room for (1024)"
-    if k > _ENTRIES:
-        return f"{k} selected keys are more than the kernel's lists have room for ({_ENTRIES})"
+    if tiles.row_count(latent.shape[1], BLOCK) > tiles.MOST_KEYS:
+        return f"{latent.shape[1]} keys are more than a list can name"
+    if q.shape[2] > _MOST_HEADS or q.shape[3] > _WIDEST:
+        return f"{q.shape[2]} heads of width {q.shape[3]} are more than there is room for ({_MOST_HEADS} of {_WIDEST})"
+    if k > _MOST_SELECTED:
+        return f"{k} selected keys are more than there is room for ({_MOST_SELECTED})"
     return None
+
+
+def make_plan(q, index: Index | None, rank: int, scale: float, block: int = BLOCK, interpret=False) -> Plan:
+    """The sizes of a call with q [B,T,N,R+P]."""
+    return Plan(
+        tile=tiles.SHIFT,
+        block=block,
+        heads=q.shape[2],
+        rank=rank,
+        width=q.shape[3],
+        index_heads=0 if index is None else index.q.shape[2],
+        index_width=0 if index is None else index.q.shape[3],
+        dtype=q.dtype,
+        scale=scale,
+        interpret=interpret,
+    )
 
 
 def attend(
@@ -55,18 +69,7 @@ def attend(
     if reason := why_not(q, latent, index, selected.shape[2]):
         raise ValueError(f"attention kernel: {reason}")
     t = q.shape[1]
-    plan = Plan(
-        tile=tiles.SHIFT,
-        block=block,
-        heads=q.shape[2],
-        rank=rank,
-        width=q.shape[3],
-        index_heads=0 if index is None else index.q.shape[2],
-        index_width=0 if index is None else index.q.shape[3],
-        dtype=q.dtype,
-        scale=scale,
-        interpret=interpret,
-    )
+    plan = make_plan(q, index, rank, scale, block, interpret)
     more = -t % (plan.tile * CORES)
 
     def pad(x, value=0):

@@ -52,7 +52,7 @@ def union_lists(selected: jax.Array, n_keys: int, tile: int, block: int, chunk: 
 
 
 def _union(chosen, n_keys, length, block):
-    """(entries int32 [length], blocks int32 []) of the selections chosen int32 [tile,K] of one tile."""
+    """(entries int32 [length/128,128], blocks int32 []) of the selections chosen int32 [tile,K] of one tile."""
     tile = chosen.shape[0]
     real = (chosen >= 0) & (chosen < n_keys)
     pairs = jnp.where(real, chosen * tile + jnp.arange(tile, dtype=jnp.int32)[:, None], _END).reshape(-1)
@@ -69,7 +69,8 @@ def _union(chosen, n_keys, length, block):
     entries = jnp.pad(entries, (0, length - len(entries)))
     empty = jnp.where(slot < length - block, slot % (2 * block), 2 * block + slot % block)
     entries = jnp.where(slot < count, entries, n_keys + empty << SHIFT)
-    return entries, (count + 2 * block - 1) // (2 * block) * 2
+    # In lines of 128 the chunks that are stacked already lie in memory as the whole flat array does.
+    return entries.reshape(-1, LANES), (count + 2 * block - 1) // (2 * block) * 2
 
 
 def _ahead(x, step):
