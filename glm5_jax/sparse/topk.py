@@ -27,22 +27,17 @@ def select_top_k(scores: jax.Array, k: int) -> jax.Array:
     return jnp.where(ascending < n_keys, ascending, -1).astype(jnp.int32)
 
 
-def select_top_k_grouped(scores: jax.Array, k: int, group: int = 16) -> jax.Array:
-    """Exactly `select_top_k`, with a cost that depends less on the order of the scores.
+def select_top_k_filtered(scores: jax.Array, k: int) -> jax.Array:
+    """Exactly `select_top_k`, faster for long rows, above all where scores rise with the position.
 
-    Only the k groups of neighbouring keys with the largest maxima are searched, ties to the first. That loses nothing: each
-    of these holds a key that precedes any key of another group, being larger, or as large and at a lower position.
-    lax.top_k slows down where scores rise with the position, on CPU up to ninefold; here it sees a few keys of each row.
+    On CPU lax.top_k pays for every key that beats the k best before it. A threshold guessed from every 16th key lets few of
+    them through; where it would leave fewer than k keys the row is not filtered. Whatever is kept, the k best are among it.
     """
-    n_groups = -(-scores.shape[-1] // group)
-    if n_groups <= k:
-        return select_top_k(scores, k)
     scores = jnp.where(jnp.isnan(scores), MASKED, scores)
-    scores = jnp.where(scores == 0, 0.0, scores)
-    fill = [(0, 0)] * (scores.ndim - 1) + [(0, n_groups * group - scores.shape[-1])]
-    groups = jnp.pad(scores, fill, constant_values=MASKED).reshape(*scores.shape[:-1], n_groups, group)
-    kept = jnp.sort(jax.lax.top_k(jnp.max(groups, axis=-1), k)[1], axis=-1)
-    candidates = jnp.take_along_axis(groups, kept[..., None], axis=-2).reshape(*scores.shape[:-1], k * group)
-    best = select_top_k(candidates, k)  # of candidates; they stand in the order of their positions
-    positions = jnp.take_along_axis(kept, best // group, axis=-1) * group + best % group
-    return jnp.where(best < 0, -1, positions)
+    sample = jnp.where(scores == 0, 0.0, scores)[..., ::16]
+    rank = min(sample.shape[-1], 3 * k // 32 + 4)  # half as many again as the sample's share of the k best
+    # The barrier keeps XLA from sorting the sample instead, as it does when only one place of a top-k is read.
+    threshold = jax.lax.optimization_barrier(jax.lax.top_k(sample, rank)[0])[..., -1:]
+    above = scores >= threshold
+    enough = jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.float32) >= k
+    return select_top_k(jnp.where(above | ~enough, scores, MASKED), k)

@@ -10,7 +10,7 @@ from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.loss import index_kl
 from glm5_jax.sparse.masks import Rows, visible
 from glm5_jax.sparse.reference import Attended
-from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_grouped
+from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_filtered
 
 _KEY_BLOCK = 2048  # keys whose scores are computed at once
 _WIDTHS = 8  # selections are made among the first 1/8, 2/8, .. of the keys, as many as a chunk's queries can see
@@ -56,8 +56,7 @@ def _block_scores(q, w, rows: Rows, keys, key_segment, block: int, n_blocks):
 
 def _choose(scores, width: int, k: int, places: int):
     """Selection among the first `width` keys, int32 [B,t,places]."""
-    # With fewer groups per selected key the search in groups costs more than it saves.
-    best = select_top_k_grouped if width >= 64 * k else select_top_k
+    best = select_top_k_filtered if width >= 8 * k else select_top_k
     return _pad(best(scores[..., :width], k), 2, places, fill=-1)[..., :places]
 
 
