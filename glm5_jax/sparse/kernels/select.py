@@ -51,7 +51,7 @@ def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int 
     index = jax.lax.stop_gradient(index)
     batch, t, heads, width = index.q.shape
     s = index.k.shape[1]
-    block = _query_block(index, k, chunk)
+    block = query_block(index, k, chunk)
     n_blocks, unit, wide, slots = pl.cdiv(t, block), _key_block(s), _up(width, LANES), _up(min(k, s), LANES)
     q = _pad(index.q, 3, wide)  # zeros do not change dots
     keys = _pad(_pad(index.k, 2, wide), 1, unit)
@@ -104,7 +104,7 @@ def why_not(index: Index, k: int) -> str | None:
     return None
 
 
-def _query_block(index: Index, k: int, chunk: int) -> int:
+def query_block(index: Index, k: int, chunk: int) -> int:
     """Queries of one program: the most that chunk allows and VMEM holds."""
     fits = [n for n in QUERY_BLOCKS if n <= chunk and _vmem_bytes(index, k, n) <= VMEM_BYTES]
     return (fits or QUERY_BLOCKS[-1:])[0]
