@@ -118,13 +118,15 @@ def _backward(rank, scale, chunk, saved, cotangents):
     def step(sums, x):
         q, selected, lse, d_out, inner, index_q, w, d_kl = x
         keys, keep = keys_of(selected), selected >= 0
-        p = jnp.where(keep[:, :, None], jnp.exp(_dot("btnr,btkr->btnk", q, keys) * scale - lse[..., None]), 0)
-        d_out = jnp.pad(d_out, [(0, 0)] * 3 + [(0, q.shape[-1] - rank)])  # as wide as a key
-        d_scores = p * (_dot("btnr,btkr->btnk", d_out, keys) - inner[..., None]) * scale
+        # A latent is key and value: what reads it as one and as the other, side by side, takes one product.
+        n, rest = q.shape[2], q.shape[3] - rank
+        readers = jnp.concatenate([q, jnp.pad(d_out, [(0, 0)] * 3 + [(0, rest)])], axis=2)
+        products = _dot("btnr,btkr->btnk", readers, keys)
+        p = jnp.where(keep[:, :, None], jnp.exp(products[:, :, :n] * scale - lse[..., None]), 0)
+        d_scores = p * (products[:, :, n:] - inner[..., None]) * scale
+        p, d_scores = jax.lax.optimization_barrier((p, d_scores))  # or XLA computes them again for every use
         d_q = jnp.einsum("btnk,btkr->btnr", d_scores.astype(q.dtype), keys)
-        # A latent is key and value: one product adds up what reaches it either way.
-        both = jnp.concatenate([d_scores, p], axis=2).astype(q.dtype)
-        d_keys = _dot("btnk,btnr->btkr", both, jnp.concatenate([q, d_out], axis=2))
+        d_keys = _dot("btnk,btnr->btkr", jnp.concatenate([d_scores, p], axis=2).astype(q.dtype), readers)
         sums[0] = _scatter_add(sums[0], selected, d_keys)
         if index is None:
             return sums, (d_q,)
