@@ -19,7 +19,7 @@ from glm5_jax.sparse.reference import Attended
 from glm5_jax.sparse.topk import MASKED
 
 BLOCK = 256  # keys handled at once: fills the 256-wide matrix units of v6e and 7x
-_MOST_HEADS, _WIDEST = 128, 640  # a tile of so many heads, and of queries so wide, fits into VMEM
+_WIDEST = 640  # width of queries that fits into VMEM with as many heads as `why_not` allows
 _MOST_SELECTED = 8192  # lists twice in scalar memory, 1 MiB, with room to spare
 
 
@@ -32,8 +32,9 @@ def why_not(q, latent, index: Index | None, k: int) -> str | None:
         return f"the index's head weights must be float32, not {index.w.dtype}"
     if tiles.row_count(latent.shape[1], BLOCK) > tiles.MOST_KEYS:
         return f"{latent.shape[1]} keys are more than a list can name"
-    if q.shape[2] > _MOST_HEADS or q.shape[3] > _WIDEST:
-        return f"{q.shape[2]} heads of width {q.shape[3]} are more than there is room for ({_MOST_HEADS} of {_WIDEST})"
+    most_heads = 64 if q.dtype == jnp.float32 else 128
+    if q.shape[2] > most_heads or q.shape[3] > _WIDEST:
+        return f"{q.shape[2]} heads of width {q.shape[3]} are more than there is room for ({most_heads} of {_WIDEST})"
     if k > _MOST_SELECTED:
         return f"{k} selected keys are more than there is room for ({_MOST_SELECTED})"
     return None

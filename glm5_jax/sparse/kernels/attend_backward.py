@@ -104,10 +104,10 @@ def _kernel(
         parts.for_rows(plan, lists.entries, jnp.where(j > 0, j - 1, last), put(1 - side), unroll=True)
         found = visit(j, parts.read_keys(plan, before[side]))
         left = functools.partial(parts.wait_for, after[side], written.at[side])
-        if side == 0:
-            pl.when(j >= 2)(left)
-        else:
+        if side == 1:
             left()
+        else:
+            pl.when(j > 0)(left)  # nothing left this side before the first block
         parts.write_gradients(plan, after[side], before[side], found)
 
     def two(i, carry):
@@ -134,9 +134,9 @@ def _visit(plan, vectors, queries, given, d_q, d_index):
 
     They are a list of (first lane in the row, float32 [block,_]), to be added up.
     """
-    q, d_out, stats = parts.by_head(queries.q[0]), parts.by_head(given.d_out[0]), given.stats[0]
+    q, d_out, stats = parts.flat(queries.q[0]), parts.flat(given.d_out[0]), given.stats[0]
     lse = parts.as_column(stats, plan.heads)
-    out = parts.by_head(given.out[0])
+    out = parts.flat(given.out[0])
     through_sum = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=1, keepdims=True)
 
     def visit(j, keys):
@@ -158,12 +158,12 @@ def _visit(plan, vectors, queries, given, d_q, d_index):
 def _index_loss(plan, queries, stats, keys, mask, target, d_index):
     """Adds the gradients of index queries and head weights to d_index; returns those of the index keys, [block,J]."""
     d_index_q, d_w = d_index
-    index_q, w = parts.by_head(queries.index_q[0]), parts.as_column(queries.w[0], plan.index_heads)
+    index_q, w = parts.flat(queries.index_q[0]), parts.as_column(queries.w[0], plan.index_heads)
     dots, index_k = parts.index_dots(plan, index_q, keys)
     x = parts.index_scores(plan, dots, w)
     q = jnp.where(mask, jnp.exp(x - stats[:, plan.index_lse : plan.index_lse + 1]), 0)
     d_x = (q - target) * stats[:, plan.kl : plan.kl + 1]
-    d_x = parts.by_head(jnp.broadcast_to(d_x, (plan.index_heads, *d_x.shape)))
+    d_x = parts.flat(jnp.broadcast_to(d_x, (plan.index_heads, *d_x.shape)))
     d_w[...] += jnp.sum(d_x * jnp.maximum(dots, 0), axis=1, keepdims=True)
     d_dots = (jnp.where(dots > 0, d_x * w, 0) * plan.index_width**-0.5).astype(plan.dtype)
     d_index_q[...] += parts.product(plan, d_dots, index_k, (1, 0))

@@ -47,7 +47,7 @@ def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tupl
 
 def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived, acc, top, total):
     walk = functools.partial(_walk, plan, lists, pl.program_id(0), rows, buffers, arrived)
-    q = parts.by_head(queries.q[0])
+    q = parts.flat(queries.q[0])
     acc[...] = jnp.zeros_like(acc)
     top[...] = jnp.full_like(top, MASKED / 2)
     total[...] = jnp.zeros_like(total)
@@ -93,8 +93,10 @@ def _walk(plan, lists, batch, rows, buffers, arrived, visit, carry):
         parts.for_rows(plan, lists.entries, j + 1, fetch(1 - side), unroll=True)
         return visit(j, parts.read_keys(plan, buffers[side]), carry)
 
+    def two(i, carry):
+        return one(2 * i + 1, 1, one(2 * i, 0, carry))
+
     parts.for_rows(plan, lists.entries, 0, fetch(0), unroll=False)
-    two = lambda i, carry: one(2 * i + 1, 1, one(2 * i, 0, carry))  # noqa: E731
     carry = jax.lax.fori_loop(0, lists.blocks[0, 0, 0, 0] // 2, two, carry)
     parts.wait_for(buffers[0], arrived.at[0])
     return carry
@@ -106,7 +108,7 @@ def _index_loss(plan, walk, vectors, queries, lse):
     With x the scores and m their maximum, KL = sum p log p + sum p (m - x) + log(sum exp(x - m)), whose terms are not
     large numbers that cancel.
     """
-    q, index_q = parts.by_head(queries.q[0]), parts.by_head(queries.index_q[0])
+    q, index_q = parts.flat(queries.q[0]), parts.flat(queries.index_q[0])
     w = parts.as_column(queries.w[0], plan.index_heads)
 
     def visit(j, keys, carry):

@@ -195,12 +195,17 @@ def product(plan: Plan, a, b, over: tuple[int, int]):
 def attention_scores(plan: Plan, q, keys, mask):
     """float32 [N*g,block], `MASKED` where mask [g,block] is false."""
     scores = product(plan, q, keys[:, : plan.width], (1, 1)) * plan.scale
-    return by_head(jnp.where(mask, by_head(scores, plan.heads), MASKED))
+    return flat(jnp.where(mask, by_head(scores, plan.heads), MASKED))
 
 
-def by_head(x, heads: int | None = None):
-    """[n*g,_] of x [n,g,_], or with heads n the inverse."""
-    return x.reshape(-1, x.shape[-1]) if heads is None else x.reshape(heads, -1, x.shape[-1])
+def flat(x):
+    """The matrix [n*g,_] of x [n,g,_]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def by_head(x, n: int):
+    """[n,g,_] of the matrix x [n*g,_]."""
+    return x.reshape(n, -1, x.shape[-1])
 
 
 def mean_over_heads(plan: Plan, p):
@@ -223,7 +228,7 @@ def index_scores(plan: Plan, dots, w):
 def as_column(x, n: int):
     """[n*g,1] with the first n lanes of x [g,lanes] under each other."""
     spread = jnp.where(_same(n, *x.shape), x, 0)
-    return by_head(jnp.sum(spread, axis=2, keepdims=True))
+    return flat(jnp.sum(spread, axis=2, keepdims=True))
 
 
 def as_lanes(column, n: int, lanes: int):
@@ -246,7 +251,7 @@ def compiler_params(tiles: str) -> pltpu.CompilerParams:
     """Parameters of both kernels; tiles: semantics of the grid dimension over the tiles of a core."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", tiles),
-        # A tile's blocks, matrices of scores and rows take about 30 MiB at 512 rows of scores; a core of v5p and 7x has 64.
+        # Blocks of queries come twice, and matrices of scores do not fit into registers. A core of v5p and 7x has 64 MiB.
         vmem_limit_bytes=56 << 20,
         # Checks cost as much as the row copies themselves; `tiles.union_lists` makes no position outside the rows.
         disable_bounds_checks=True,
