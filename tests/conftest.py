@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -19,6 +20,19 @@ from glm5_jax.model import Glm5
 from helpers_data import write_folder
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
+
+
+MOST_MAPS = 25_000  # of the 65,530 memory maps that Linux allows a process
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Forgets compiled programs before they are too many: each takes a few memory maps, and without one XLA crashes."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @contextlib.contextmanager

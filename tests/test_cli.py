@@ -186,6 +186,10 @@ def test_usage_lists_the_verbs(glm5):
         (["convert", "nowhere", "out"], r"nowhere: no such directory"),
         (["convert", "nowhere"], r"usage: glm5 convert DIR OUT .*"),
         (["bench", "nothing"], r"unknown benchmark 'nothing': one of .*"),
+        (["bench", "train-step", "huge"], r"unknown shape 'huge': one of yardstick, long, small"),
+        (["bench", "attention", "--lengths", "128"], r"lengths: each must exceed index_topk=256"),
+        (["train", "tiny", "--model.sparse-implementation", "pallas"], r"sparse_implementation=pallas: .*TPUs, this is cpu.*"),
+        (["train", "tiny", "--model.index-topk", "5000"], r"model: index_topk=5000: more than the position limit .*=4096"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_nothing_is_written(glm5, tmp_path, monkeypatch, arguments, message):

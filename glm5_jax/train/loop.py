@@ -25,6 +25,7 @@ from glm5_jax.compiling import jit
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
+from glm5_jax.sparse import attention
 from glm5_jax.train import flops
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
@@ -75,6 +76,7 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
       Stopped: after a signal.
     """
     run_dir = pathlib.Path(run_dir)
+    attention.implementation(config.model.sparse_implementation)  # refuses what this machine cannot do
     with _only_one(run_dir):
         fresh = not resume or not (run_dir / "config.json").exists()
         if not fresh:
@@ -188,6 +190,9 @@ class Run:
             f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {', then '.join(rows)} tokens, "
             f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}",
         ]
+        if c.model.attention == "sparse":
+            taken = attention.implementation(c.model.sparse_implementation)
+            lines.append(f"sparse attention: {c.model.index_topk:,} keys a query, implementation {taken}")
         if c.model.attention == "sparse" and c.data.seq_len <= c.model.index_topk:
             lines.append(
                 f"note: every key is selected and the indexer decides nothing: "
