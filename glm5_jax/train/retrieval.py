@@ -139,15 +139,6 @@ def packed_batch(
     return batch
 
 
-def eval_batch(task: str, length: int, rows: int, seed: int, symbols: Symbols, part: int = 0) -> dict[str, np.ndarray]:
-    """Part `part` of an evaluation: one sequence of `task` per row, arrays as in `packed_batch`, [rows,length]."""
-    batch = _empty(rows, length)
-    rng = stream(seed, "eval", list(TASKS).index(task), length, part)
-    for row in range(rows):
-        _place(batch, row, 0, 1, TASKS[task](rng, length, symbols))
-    return batch
-
-
 def _empty(rows: int, seq_len: int) -> dict[str, np.ndarray]:
     kinds = {"tokens": np.int32, "segment_ids": np.int32, "positions": np.int32, "loss_mask": bool}
     return {name: np.zeros((rows, seq_len), kind) for name, kind in kinds.items()}
