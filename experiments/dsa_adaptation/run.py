@@ -17,7 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, tiny
@@ -47,19 +47,19 @@ class Protocol:
     index_heads: int = 2  # I
     index_width: int = 24  # J
     tokens: int = 2048  # of every batch
-    attempts: int = 5  # initial weights to try at most until one learns the short sequences
-    spark_steps: int = 500  # at most, of short sequences with the answers as only targets, until they are learnt
+    fetch_steps: int = 400  # at most, of the first layer alone on the token before, until it is learnt
+    short_steps: int = 600  # at most, of short sequences with the answers as only targets, until they are learnt
     dense_steps: int = 400  # of sequences growing to the longest, all tokens targets
     warmup_steps: int = 60
     sparse_steps: int = 420
-    answers: int = 1024  # questions asked per task and length
+    eval_tokens: int = 16_384  # per task and length: 1,024 questions of multi_key, 2,048 of recall
     lr: float = 1e-3  # constant, of dense training and sparse adaptation
     lr_warmup: tuple[float, float] = (5e-3, 2e-4)  # of the indexer's warm-up, linear
 
-    def model(self, attention: str) -> ModelConfig:
-        """The network: two layers of one width, dense FFN, no MTP."""
+    def model(self, attention: str, layers: int = 2) -> ModelConfig:
+        """The network: layers of one width, dense FFN, no MTP."""
         return tiny(
-            vocab_size=self.symbols.vocab_size, hidden_size=self.width, num_hidden_layers=2, first_k_dense_replace=2,
+            vocab_size=self.symbols.vocab_size, hidden_size=self.width, num_hidden_layers=layers, first_k_dense_replace=layers,
             num_attention_heads=2, q_lora_rank=self.width, kv_lora_rank=self.width, qk_nope_head_dim=32,
             qk_rope_head_dim=16, v_head_dim=32, intermediate_size=64, num_nextn_predict_layers=0, rope_theta=100.0,
             initializer_range=self.width**-0.5, index_n_heads=self.index_heads, index_head_dim=self.index_width,
@@ -68,7 +68,7 @@ class Protocol:
 
 
 QUICK = Protocol(
-    attempts=1, spark_steps=2, dense_steps=2, warmup_steps=2, sparse_steps=2, answers=16, lengths=(16, 32), tokens=64
+    fetch_steps=2, short_steps=2, dense_steps=2, warmup_steps=2, sparse_steps=2, eval_tokens=64, lengths=(16, 32), tokens=64
 )
 
 
@@ -80,6 +80,21 @@ def fetch_back(rng: np.random.Generator, length: int, symbols: retrieval.Symbols
     tokens, answer = np.full(length, retrieval.START, np.int32), np.zeros(length, bool)
     tokens[start:], answer[start + 2 :: 3] = triples.ravel(), True
     return retrieval.Sample(tokens, answer)
+
+
+def fresh(cfg: ModelConfig, seed: int) -> dict:
+    """Initial parameters: the embedding 4 times as large, what a layer adds to the residual stream 4 times as small.
+
+    At this width the first layer's output would otherwise bury the embedding that the second layer must compare.
+    """
+    params = flat(split(Glm5(cfg, nnx.Rngs(seed)))[1])
+    factor = {"embedding": 4.0, "out": 0.25, "down": 0.25}
+    return traverse_util.unflatten_dict({path: value * factor.get(path[-1], 1.0) for path, value in params.items()})
+
+
+def grow(small: dict, large: dict) -> dict:
+    """`large`, parameters of more layers, with all that `small` has in place of its own; layers are a leading axis."""
+    return jax.tree.map(lambda a, b: a if a.shape == b.shape else b.at[: len(a)].set(a), small, large)
 
 
 class Stage:
@@ -112,6 +127,7 @@ class Experiment:
         self.graphs = {a: split(abstract(cfg))[0] for a, cfg in (("dense", dense), ("sparse", sparse))}
         constant = LearningRate("constant", peak=p.lr, warmup_steps=20)
         falling = LearningRate("linear", peak=p.lr_warmup[0], final=p.lr_warmup[1], warmup_steps=0)
+        self.first_layer = Stage(p.model("dense", 1), ("indexer",), 0.0, constant, p.fetch_steps)
         self.dense = Stage(dense, ("indexer",), 0.0, constant, p.dense_steps)
         self.warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps)
         self.long_warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps + p.sparse_steps)
@@ -138,18 +154,21 @@ class Experiment:
     def tasks(self):
         return tuple(retrieval.TASKS[name] for name in TASKS)
 
-    def base(self, seed: int, say) -> tuple[dict, int]:
-        """Dense parameters from scratch, and all steps on short sequences."""
+    def base(self, seed: int, say) -> tuple[dict, dict]:
+        """Dense parameters from scratch, and the steps that the first layer and the short sequences took."""
         p, short = self.p, tuple(n for n in (8, 16, 32) if n <= self.p.lengths[-1])
+        state = self.first_layer.start(fresh(p.model("dense", 1), seed))
+        for fetched in range(p.fetch_steps):
+            state, metrics = self.first_layer.step(state, self.batch(seed, 4, fetched, (fetch_back,), short, True))
+            if float(metrics["ce"]) < 0.02:
+                break
+        state = self.dense.start(grow(state.params, fresh(p.model("dense"), seed)))
         asked_more = functools.partial(retrieval.recall, every=5)
-        for step in range(p.attempts * p.spark_steps):
-            if step % p.spark_steps == 0:
-                weights = nnx.Rngs(seed + 1000 * (step // p.spark_steps))
-                state = self.dense.start(split(Glm5(p.model("dense"), weights))[1])
-            state, _ = self.dense.step(state, self.batch(seed, 0, step, (asked_more, fetch_back), short, True))
+        for step in range(p.short_steps):
+            state, _ = self.dense.step(state, self.batch(seed, 0, step, (asked_more,), short, True))
             if (step + 1) % 50 == 0:
-                score = self.accuracy(state.params, "dense", "recall", 32, 512)
-                say(f"short sequences, step {step + 1}: recall at 32 tokens {score:.3f}")
+                score = self.accuracy(state.params, "dense", "recall", 32)
+                say(f"first layer {fetched + 1} steps; short sequences, step {step + 1}: recall at 32 tokens {score:.3f}")
                 if score > 0.97:
                     break
         lengths, longest = (8, *p.lengths), p.lengths[-1]
@@ -158,7 +177,7 @@ class Experiment:
             grown = min(len(lengths), 3 + 2 * i * (len(lengths) - 2) // p.dense_steps)  # all from half way on
             return self.batch(seed, 1, i, self.tasks, lengths[:grown], False, longest)
 
-        return self.train(self.dense, state.params, p.dense_steps, batches), step + 1
+        return self.train(self.dense, state.params, p.dense_steps, batches), {"first_layer": fetched + 1, "short": step + 1}
 
     @functools.cached_property
     def _hits(self):
@@ -170,11 +189,15 @@ class Experiment:
 
         return jit(hits, static_argnums=2)
 
-    def accuracy(self, params, attention: str, task: str, length: int, answers: int | None = None) -> float:
+    def questions(self, task: str, length: int, tokens: int) -> dict:
+        """Evaluation batch [b,T], the same for every seed and state: sequences of one length in rows of the longest."""
+        rng = retrieval.stream(0, "eval", TASKS.index(task), length)
+        t = self.p.lengths[-1]
+        return retrieval.packed_batch(rng, (retrieval.TASKS[task],), (length,), tokens // t, t, self.p.symbols)
+
+    def accuracy(self, params, attention: str, task: str, length: int) -> float:
         """Share of answers that are the likeliest token."""
-        per_row = retrieval.eval_batch(task, length, 1, 0, self.p.symbols)["loss_mask"].sum()
-        rows = -(-(answers or self.p.answers) // int(per_row))
-        batch = retrieval.eval_batch(task, length, rows, 0, self.p.symbols)
+        batch = self.questions(task, length, self.p.eval_tokens)
         return int(self._hits(params, batch, attention)) / int(batch["loss_mask"].sum())
 
     def scores(self, params, attention: str) -> dict:
@@ -187,11 +210,12 @@ class Experiment:
 
     def needle_selected(self, params, task: str, length: int) -> float:
         """Share of questions whose answer stands among the keys that the last layer selects."""
-        batch = retrieval.eval_batch(task, length, 64, 0, self.p.symbols)
+        batch = self.questions(task, length, self.p.eval_tokens)
         selected = np.asarray(self._selected(params, batch))
         found = []
         for row, t in zip(*np.nonzero(batch["loss_mask"])):
-            place = int(np.argmax(batch["tokens"][row] == batch["tokens"][row, t - 1])) + 1
+            same = batch["segment_ids"][row] == batch["segment_ids"][row, t]
+            place = int(np.argmax(same & (batch["tokens"][row] == batch["tokens"][row, t - 1]))) + 1
             found.append(place in selected[row, t - 1])
         return float(np.mean(found))
 
@@ -207,8 +231,7 @@ class Experiment:
 
     def ties(self, params, draws: int = 3) -> dict:
         """What random instead of lowest-position tie-breaking does to log-probabilities at the longest sequences."""
-        length = self.p.lengths[-1]
-        batch = retrieval.eval_batch("recall", length, -(-self.p.tokens // length), 0, self.p.symbols)
+        batch = self.questions("recall", self.p.lengths[-1], self.p.tokens)
         exact, tied = self._log_probs(params, batch, None)
         again, _ = self._log_probs(params, batch, None)
         moved = [np.abs(self._log_probs(params, batch, jax.random.key(draw))[0] - exact) for draw in range(draws)]
@@ -259,6 +282,7 @@ def _random_ties(key: jax.Array) -> type[Glm5]:
 
 STATES = {  # name in the results -> what a table calls it
     "dense": "dense",
+    "dense_on": "dense, trained on for the steps of adaptation",
     "untrained": "sparse, indexer untrained",
     "warmup": "sparse, indexer warm-up only",
     "adapted": "sparse, after adaptation",
@@ -269,8 +293,8 @@ STATES = {  # name in the results -> what a table calls it
 def run_seed(experiment: Experiment, seed: int, say) -> dict:
     """Everything about one seed: accuracy by state, task and length, needles selected, ties."""
     e, p, start = experiment, experiment.p, time.perf_counter()
-    base, spark_steps = e.base(seed, say)
-    result = {"seed": seed, "spark_steps": spark_steps, "accuracy": {}, "needle_selected": {}, "ties": {}}
+    base, steps = e.base(seed, say)
+    result = {"seed": seed, "steps": steps, "accuracy": {}, "needle_selected": {}, "ties": {}}
 
     def record(name, params, attention):
         result["accuracy"][name] = e.scores(params, attention)
@@ -283,6 +307,7 @@ def run_seed(experiment: Experiment, seed: int, say) -> dict:
         say(f"{time.perf_counter() - start:.0f} s, {name}: recall {by_length}")
 
     record("dense", base, "dense")
+    record("dense_on", e.train(e.dense, base, p.sparse_steps, e.full_batches(seed, 3)), "dense")
     record("untrained", base, "sparse")
     warm = e.train(e.warmup, base, p.warmup_steps, e.full_batches(seed, 2))
     record("warmup", warm, "sparse")
@@ -338,7 +363,7 @@ def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
 
     figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 3.6), sharey=True)
     for panel, task in zip(panels, TASKS):
-        for (state, title), mark in zip(STATES.items(), "os^Dv"):
+        for (state, title), mark in zip(STATES.items(), "oPs^Dv"):
             values = np.array([[100 * r["accuracy"][state][task][str(n)] for n in p.lengths] for r in results])
             mean = values.mean(0)
             spread = np.stack([mean - values.min(0), values.max(0) - mean])
