@@ -49,9 +49,10 @@ class Protocol:
     tokens: int = 2048  # of every batch
     fetch_steps: int = 400  # at most, of the first layer alone on the token before, until it is learnt
     short_steps: int = 600  # at most, of short sequences with the answers as only targets, until they are learnt
-    dense_steps: int = 400  # of sequences growing to the longest, all tokens targets
-    warmup_steps: int = 60
-    sparse_steps: int = 420
+    dense_steps: int = 800  # of sequences growing to the longest, all tokens targets
+    warmup_steps: int = 80
+    other_warmups: tuple[int, ...] = (40, 120, 160)  # from the same base, not adapted
+    sparse_steps: int = 560
     eval_tokens: int = 16_384  # per task and length: 1,024 questions of multi_key, 2,048 of recall
     lr: float = 1e-3  # constant, of dense training and sparse adaptation
     lr_warmup: tuple[float, float] = (5e-3, 2e-4)  # of the indexer's warm-up, linear
@@ -68,7 +69,15 @@ class Protocol:
 
 
 QUICK = Protocol(
-    fetch_steps=2, short_steps=2, dense_steps=2, warmup_steps=2, sparse_steps=2, eval_tokens=64, lengths=(16, 32), tokens=64
+    fetch_steps=2,
+    short_steps=2,
+    dense_steps=2,
+    warmup_steps=2,
+    other_warmups=(1,),
+    sparse_steps=2,
+    eval_tokens=64,
+    lengths=(16, 32),
+    tokens=64,
 )
 
 
@@ -129,8 +138,8 @@ class Experiment:
         falling = LearningRate("linear", peak=p.lr_warmup[0], final=p.lr_warmup[1], warmup_steps=0)
         self.first_layer = Stage(p.model("dense", 1), ("indexer",), 0.0, constant, p.fetch_steps)
         self.dense = Stage(dense, ("indexer",), 0.0, constant, p.dense_steps)
-        self.warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps)
-        self.long_warmup = Stage(dense, ("trunk",), 1.0, falling, p.warmup_steps + p.sparse_steps)
+        warmups = (p.warmup_steps, p.warmup_steps + p.sparse_steps, *p.other_warmups)
+        self.warmups = {steps: Stage(dense, ("trunk",), 1.0, falling, steps) for steps in warmups}
         self.sparse = Stage(sparse, (), 1.0, constant, p.sparse_steps)
 
     def batch(self, seed: int, stage: int, step: int, tasks, lengths, masked: bool, t: int = 0) -> dict:
@@ -309,12 +318,11 @@ def run_seed(experiment: Experiment, seed: int, say) -> dict:
     record("dense", base, "dense")
     record("dense_on", e.train(e.dense, base, p.sparse_steps, e.full_batches(seed, 3)), "dense")
     record("untrained", base, "sparse")
-    warm = e.train(e.warmup, base, p.warmup_steps, e.full_batches(seed, 2))
-    record("warmup", warm, "sparse")
-    adapted = e.train(e.sparse, warm, p.sparse_steps, e.full_batches(seed, 3))
-    record("adapted", adapted, "sparse")
-    longer = e.train(e.long_warmup, base, p.warmup_steps + p.sparse_steps, e.full_batches(seed, 2))
-    record("long_warmup", longer, "sparse")
+    warm = {steps: e.train(stage, base, steps, e.full_batches(seed, 2)) for steps, stage in e.warmups.items()}
+    result["warmup_steps"] = {str(steps): e.scores(params, "sparse") for steps, params in sorted(warm.items())}
+    record("warmup", warm[p.warmup_steps], "sparse")
+    record("adapted", e.train(e.sparse, warm[p.warmup_steps], p.sparse_steps, e.full_batches(seed, 3)), "sparse")
+    record("long_warmup", warm[p.warmup_steps + p.sparse_steps], "sparse")
     result["seconds"] = round(time.perf_counter() - start)
     return result
 
@@ -342,6 +350,11 @@ def summary(results: list[dict], p: Protocol) -> str:
             lines.append(f"| answer among the selected keys, {state} | " + " | ".join(map(cell, values)) + " |")
         weak = [n for n in p.lengths if np.mean([r["accuracy"]["dense"][task][str(n)] for r in results]) < 0.95]
         lines += [f"Dense is below 95% at {n} tokens: that length shows nothing." for n in weak]
+    lines += ["", "**How much warm-up, without adaptation**", "", "| task, steps " + head, "|---" * (len(p.lengths) + 1) + "|"]
+    for task in TASKS:
+        for steps in results[0]["warmup_steps"]:
+            values = [[100 * r["warmup_steps"][steps][task][str(n)] for r in results] for n in p.lengths]
+            lines.append(f"| {task}, {steps} | " + " | ".join(map(cell, values)) + " |")
     lines += ["", f"**Ties** (recall, {p.lengths[-1]} tokens)", ""]
     lines += ["| state | queries with a tie at place K, layer 1 / 2 | mean abs. change of log p | largest | exact again |"]
     lines += ["|---" * 5 + "|"]
