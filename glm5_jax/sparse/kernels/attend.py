@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.sparse.indexer import Index
-from glm5_jax.sparse.kernels import tiles
+from glm5_jax.sparse.kernels import parts, tiles
 from glm5_jax.sparse.kernels.attend_backward import Given, backward
 from glm5_jax.sparse.kernels.attend_forward import forward
 from glm5_jax.sparse.kernels.parts import CORES, Plan, Queries
@@ -77,16 +77,16 @@ def attend(
         return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
     def heads_first(x):
-        return jnp.swapaxes(pad(x), 1, 2)
+        return parts.in_tiles(plan, jnp.swapaxes(pad(x), 1, 2))
 
     queries, index_k = Queries(heads_first(q), None, None), None
     if index is not None:
-        queries, index_k = queries._replace(index_q=heads_first(index.q), w=pad(index.w)), index.k
+        queries, index_k = queries._replace(index_q=heads_first(index.q), w=parts.in_tiles(plan, pad(index.w))), index.k
     lists = tiles.union_lists(pad(selected, -1), latent.shape[1], plan.tile, block, chunk)
-    out, stats = _attend(plan, queries, latent, index_k, lists)
-    stats = stats[:, :t]
+    out, stats = (parts.joined(x) for x in _attend(plan, queries, latent, index_k, lists))
+    out, stats = jnp.swapaxes(out, 1, 2)[:, :t], stats[:, :t]
     top = jnp.max(jax.lax.stop_gradient(stats[..., plan.top]), initial=MASKED / 2)
-    return Attended(jnp.swapaxes(out, 1, 2)[:, :t], top, None if index is None else stats[..., plan.kl])
+    return Attended(out, top, None if index is None else stats[..., plan.kl])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

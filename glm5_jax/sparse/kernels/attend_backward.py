@@ -21,7 +21,7 @@ class Given(NamedTuple):
     """What the forward pass leaves, and the cotangents.
 
     Attributes:
-      out: [B,N,T,R]. d_out: likewise. stats: float32 [B,T,lanes], its column `kl` the cotangent of the loss.
+      out: [B,N,tiles,g,R]. d_out: likewise. stats: float32 [B,tiles,g,lanes], its column `kl` the cotangent of the loss.
     """
 
     out: jax.Array
@@ -40,8 +40,8 @@ def backward(plan: Plan, queries: Queries, given: Given, rows: jax.Array, lists:
     d_queries, ledger = pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(b, CORES, tiles // CORES),
-        in_specs=[*lists_specs, parts.own(plan, queries), parts.own(plan, given), in_hbm],
-        out_specs=(parts.own(plan, queries), in_hbm),
+        in_specs=[*lists_specs, parts.own(queries), parts.own(given), in_hbm],
+        out_specs=(parts.own(queries), in_hbm),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (queries, ledger)),
         input_output_aliases=_aliases(operands, queries, ledger),
         scratch_shapes=dict(
@@ -123,10 +123,11 @@ def _kernel(
     parts.wait_for(before[0], read.at[0])
     pl.when(blocks > 0)(lambda: parts.wait_for(after[0], written.at[0]))
     parts.wait_for(after[1], written.at[1])  # before the next tile reads the same rows
-    d_queries.q[0] = parts.by_head(d_q[...], plan.heads).astype(plan.dtype)
+    parts.only(d_queries.q)[...] = parts.by_head(d_q[...], plan.heads).astype(plan.dtype)
     if d_index:
-        d_queries.index_q[0] = parts.by_head(d_index[0][...], plan.index_heads).astype(plan.dtype)
-        d_queries.w[0] = parts.as_lanes(d_index[1][...], plan.index_heads, plan.index_heads)
+        d_index_q = parts.by_head(d_index[0][...], plan.index_heads)
+        parts.only(d_queries.index_q)[...] = d_index_q.astype(plan.dtype)
+        parts.only(d_queries.w)[...] = parts.as_lanes(d_index[1][...], plan.index_heads, plan.index_heads)
 
 
 def _visit(plan, vectors, queries, given, d_q, d_index):
@@ -134,9 +135,9 @@ def _visit(plan, vectors, queries, given, d_q, d_index):
 
     They are a list of (first lane in the row, float32 [block,_]), to be added up.
     """
-    q, d_out, stats = parts.flat(queries.q[0]), parts.flat(given.d_out[0]), given.stats[0]
+    q, d_out, out = (parts.flat(parts.only(x)[...]) for x in (queries.q, given.d_out, given.out))
+    stats = parts.only(given.stats)[...]
     lse = parts.as_column(stats, plan.heads)
-    out = parts.flat(given.out[0])
     through_sum = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=1, keepdims=True)
 
     def visit(j, keys):
@@ -158,7 +159,8 @@ def _visit(plan, vectors, queries, given, d_q, d_index):
 def _index_loss(plan, queries, stats, keys, mask, target, d_index):
     """Adds the gradients of index queries and head weights to d_index; returns those of the index keys, [block,J]."""
     d_index_q, d_w = d_index
-    index_q, w = parts.flat(queries.index_q[0]), parts.as_column(queries.w[0], plan.index_heads)
+    index_q = parts.flat(parts.only(queries.index_q)[...])
+    w = parts.as_column(parts.only(queries.w)[...], plan.index_heads)
     dots, index_k = parts.index_dots(plan, index_q, keys)
     x = parts.index_scores(plan, dots, w)
     q = jnp.where(mask, jnp.exp(x - stats[:, plan.index_lse : plan.index_lse + 1]), 0)

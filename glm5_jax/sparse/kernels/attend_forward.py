@@ -19,21 +19,20 @@ def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tupl
     Args:
       rows: from `tiles.pack_rows`. lists: from `tiles.union_lists`, an even number of tiles.
     Returns:
-      (out [B,N,T,R], statistics float32 [B,T,lanes] with the columns that `Plan` names).
+      (out [B,N,tiles,g,R], statistics float32 [B,tiles,g,lanes] with the columns that `Plan` names).
     """
     b, tiles = lists.blocks.shape[:2]
-    t = tiles * plan.tile
     lists, lists_specs = parts.lists_operands(plan, lists)
     results = [
-        jax.ShapeDtypeStruct((b, plan.heads, t, plan.rank), plan.dtype),
-        jax.ShapeDtypeStruct((b, t, plan.stats), jnp.float32),
+        jax.ShapeDtypeStruct((b, plan.heads, tiles, plan.tile, plan.rank), plan.dtype),
+        jax.ShapeDtypeStruct((b, tiles, plan.tile, plan.stats), jnp.float32),
     ]
     column = pltpu.VMEM((plan.matrix, 1), jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(b, CORES, tiles // CORES),
-        in_specs=[*lists_specs, parts.own(plan, queries), pl.BlockSpec(memory_space=pltpu.HBM)],
-        out_specs=parts.own(plan, results),
+        in_specs=[*lists_specs, parts.own(queries), pl.BlockSpec(memory_space=pltpu.HBM)],
+        out_specs=parts.own(results),
         out_shape=results,
         scratch_shapes=dict(
             buffers=parts.block_buffers(plan, plan.key_lines, jnp.int32), arrived=pltpu.SemaphoreType.DMA((2,)),
@@ -47,7 +46,7 @@ def forward(plan: Plan, queries: Queries, rows: jax.Array, lists: Lists) -> tupl
 
 def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived, acc, top, total):
     walk = functools.partial(_walk, plan, lists, pl.program_id(0), rows, buffers, arrived)
-    q = parts.flat(queries.q[0])
+    q = parts.flat(parts.only(queries.q)[...])
     acc[...] = jnp.zeros_like(acc)
     top[...] = jnp.full_like(top, MASKED / 2)
     total[...] = jnp.zeros_like(total)
@@ -65,7 +64,7 @@ def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived
 
     walk(attend, 0)
     sums = jnp.where(total[...] == 0, 1, total[...])
-    out[0] = parts.by_head(acc[...] / sums, plan.heads).astype(plan.dtype)
+    parts.only(out)[...] = parts.by_head(acc[...] / sums, plan.heads).astype(plan.dtype)
     lse = top[...] + jnp.log(sums)
     own = parts.as_lanes(lse, plan.heads, plan.stats)
     highest = jnp.max(parts.by_head(top[...], plan.heads), axis=0)
@@ -73,7 +72,7 @@ def _kernel(plan, lists, vectors, queries, rows, out, stats, *, buffers, arrived
     if plan.index_heads:
         index_lse, kl = _index_loss(plan, walk, vectors, queries, lse)
         own = parts.set_column(parts.set_column(own, plan.index_lse, index_lse), plan.kl, kl)
-    stats[0] = own
+    parts.only(stats)[...] = own
 
 
 def _walk(plan, lists, batch, rows, buffers, arrived, visit, carry):
@@ -108,8 +107,8 @@ def _index_loss(plan, walk, vectors, queries, lse):
     With x the scores and m their maximum, KL = sum p log p + sum p (m - x) + log(sum exp(x - m)), whose terms are not
     large numbers that cancel.
     """
-    q, index_q = parts.flat(queries.q[0]), parts.flat(queries.index_q[0])
-    w = parts.as_column(queries.w[0], plan.index_heads)
+    q, index_q = parts.flat(parts.only(queries.q)[...]), parts.flat(parts.only(queries.index_q)[...])
+    w = parts.as_column(parts.only(queries.w)[...], plan.index_heads)
 
     def visit(j, keys, carry):
         top, total, mass, entropy, below = carry

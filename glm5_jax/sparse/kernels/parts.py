@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 from glm5_jax.sparse.kernels.tiles import LANES, SHIFT, Lists, index_start, row_lines, row_width, unpack_rows
@@ -80,23 +81,46 @@ class Plan(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The query side, T a multiple of g * CORES: q [B,N,T,R+P]; index_q [B,I,T,J] and w float32 [B,T,I], or None."""
+    """The query side, tiles a multiple of CORES: q [B,N,tiles,g,R+P]; index_q [B,I,tiles,g,J] and w float32 [B,tiles,g,I],
+    or None.
+
+    Tiles have their own axis because memory may come in tiles of 16 rows (7x), of which g would be no multiple.
+    """
 
     q: jax.Array
     index_q: jax.Array | None
     w: jax.Array | None
 
 
-def own(plan: Plan, tree):
-    """Block specs in a grid [B,CORES,tiles/CORES]: what belongs to the queries of a tile in arrays [B,_,T,_] or [B,T,_]."""
+def in_tiles(plan: Plan, x):
+    """[..,tiles,g,_] of x [..,T,_]."""
+    return _row_major(x).reshape(*x.shape[:-2], -1, plan.tile, x.shape[-1])
+
+
+def joined(x):
+    """[..,T,_] of x [..,tiles,g,_]."""
+    return _row_major(x.reshape(*x.shape[:-3], -1, x.shape[-1]))
+
+
+def _row_major(x):
+    """x as the kernels want it in memory: XLA does not see that through a change of shape, and would copy."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def own(tree):
+    """Block specs in a grid [B,CORES,tiles/CORES]: what belongs to a tile in arrays [B,n,tiles,g,_] or [B,tiles,g,_]."""
 
     def spec(x):
-        per_core = x.shape[-2] // plan.tile // CORES
-        heads = x.shape[1:-2]
-        rows = (1, *heads, plan.tile, x.shape[-1])
-        return pl.BlockSpec(rows, lambda b, c, t: (b, *(0 for _ in heads), c * per_core + t, 0))
+        heads, tiles, *rest = x.shape[1:-3], *x.shape[-3:]
+        at = lambda b, c, t: (b, *(0 for _ in heads), c * (tiles // CORES) + t, 0, 0)  # noqa: E731
+        return pl.BlockSpec((1, *heads, 1, *rest), at)
 
     return jax.tree.map(spec, tree)
+
+
+def only(ref):
+    """The one tile in a block of `own`: where to read or write [n,g,_] or [g,_]."""
+    return ref.at[0, 0] if ref.ndim == 4 else ref.at[0, :, 0]
 
 
 def lists_operands(plan: Plan, lists: Lists):
