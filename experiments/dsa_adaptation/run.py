@@ -10,6 +10,7 @@ A finished seed lies in DIR/seed_N.json and is not run again; the tables and the
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import time
@@ -34,6 +35,11 @@ from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, make_step, 
 
 HERE = pathlib.Path(__file__).parent
 TASKS = ("multi_key", "recall")
+NEEDED = {  # name in the results, one for each layer -> what a table calls it
+    "key_selected": "layer 1: answer in the context selects its key",
+    "needle_selected": "layer 2: question selects that answer",
+}
+TILES = (2, 4, 8, 16)  # consecutive queries whose selections are united; the Pallas kernel's tile is 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,24 +223,43 @@ class Experiment:
         """Step -> batch of all tasks and lengths, every token a target."""
         return lambda step: self.batch(seed, stage, step, self.tasks, self.p.lengths, False)
 
-    def needle_selected(self, params, task: str, length: int) -> float:
-        """Share of questions whose answer stands among the keys that the last layer selects."""
+    def needed_selected(self, params, task: str, length: int) -> list[float]:
+        """Share of questions whose needed keys are selected, for each of the two layers.
+
+        In the last layer the question must select the answer in the context; in the first, that answer must select the
+        token before it, the key it belongs to.
+        """
         batch = self.questions(task, length, self.p.eval_tokens)
-        selected = np.asarray(self._selected(params, batch))
+        first, last = np.asarray(self._selected(params, batch))
         found = []
         for row, t in zip(*np.nonzero(batch["loss_mask"])):
             same = batch["segment_ids"][row] == batch["segment_ids"][row, t]
-            place = int(np.argmax(same & (batch["tokens"][row] == batch["tokens"][row, t - 1]))) + 1
-            found.append(place in selected[row, t - 1])
-        return float(np.mean(found))
+            key = int(np.argmax(same & (batch["tokens"][row] == batch["tokens"][row, t - 1])))
+            found.append((key in first[row, key + 1], key + 1 in last[row, t - 1]))
+        return np.mean(found, axis=0).tolist()
+
+    def overlap(self, params, task: str) -> dict[str, list[float]]:
+        """Tile size n -> per layer the mean of |union of the selections of n consecutive queries| / (n K).
+
+        The longest sequences, one to a row; tiles start at multiples of n and hold only queries that see more than K keys.
+        """
+        selected = np.asarray(self._selected(params, self.questions(task, self.p.lengths[-1], self.p.eval_tokens)))
+        layers, rows, length, k = selected.shape
+        shares = {}
+        for n in TILES:
+            tiles = selected.reshape(layers, rows, length // n, n * k)[:, :, -(-k // n) :]
+            ordered = np.sort(tiles, axis=-1)
+            unions = 1 + np.sum(ordered[..., 1:] != ordered[..., :-1], axis=-1)
+            shares[str(n)] = (unions.mean((1, 2)) / (n * k)).tolist()
+        return shares
 
     @functools.cached_property
     def _selected(self):
         def selected(params, batch):
             model = merge(self.graphs["sparse"], params)
-            return model.trunk(batch["tokens"], batch["positions"], batch["segment_ids"], collect=frozenset({"selected"}))[1][
-                -1
-            ]["selected"]
+            rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+            layers = model.trunk(*rows, collect=frozenset({"selected"}))[1]
+            return jnp.stack([layer["selected"] for layer in layers])  # [L,B,T,K]
 
         return jit(selected)
 
@@ -266,6 +291,16 @@ class Experiment:
             return log_p, jnp.stack([jnp.mean(r[..., k - 1] == r[..., k]) for r in ranked])
 
         return jit(log_probs)
+
+
+def chance_overlap(k: int, length: int, n: int) -> float:
+    """What `Experiment.overlap` would find if every query selected k of its visible keys by chance."""
+    unions = []
+    for start in range(-(-k // n) * n, length - n + 1, n):
+        skipped = 1 - k / np.arange(start + 1, start + n + 1)  # of each query: chance that it does not select a given key
+        old, new = start * (1 - np.prod(skipped)), sum(1 - np.prod(skipped[i:]) for i in range(n))
+        unions.append(old + new)
+    return float(np.mean(unions)) / (n * k)
 
 
 def _random_ties(key: jax.Array) -> type[Glm5]:
@@ -300,18 +335,24 @@ STATES = {  # name in the results -> what a table calls it
 
 
 def run_seed(experiment: Experiment, seed: int, say) -> dict:
-    """Everything about one seed: accuracy by state, task and length, needles selected, ties."""
+    """Everything about one seed: accuracy by state, task and length, needed keys selected, ties, overlap.
+
+    Seeds 0 to 2 were recorded before `key_selected` and `overlap` existed.
+    """
     e, p, start = experiment, experiment.p, time.perf_counter()
     base, steps = e.base(seed, say)
-    result = {"seed": seed, "steps": steps, "accuracy": {}, "needle_selected": {}, "ties": {}}
+    result = {"seed": seed, "steps": steps}
+    result |= {name: {} for name in ("accuracy", "key_selected", "needle_selected", "ties", "overlap")}
 
     def record(name, params, attention):
         result["accuracy"][name] = e.scores(params, attention)
         if attention == "sparse":
             pairs = ((task, n) for task in TASKS for n in p.lengths)
-            found = {f"{task} {n}": e.needle_selected(params, task, n) for task, n in pairs}
-            result["needle_selected"][name] = found
+            needed = {f"{task} {n}": e.needed_selected(params, task, n) for task, n in pairs}
+            for layer, measure in enumerate(NEEDED):
+                result[measure][name] = {place: shares[layer] for place, shares in needed.items()}
             result["ties"][name] = e.ties(params)
+            result["overlap"][name] = {task: e.overlap(params, task) for task in TASKS}
         by_length = {n: f"{100 * v:.1f}" for n, v in result["accuracy"][name]["recall"].items()}
         say(f"{time.perf_counter() - start:.0f} s, {name}: recall {by_length}")
 
@@ -329,11 +370,6 @@ def run_seed(experiment: Experiment, seed: int, say) -> dict:
 
 def summary(results: list[dict], p: Protocol) -> str:
     """Tables in Markdown: mean and sample standard deviation over seeds."""
-
-    def cell(values):
-        spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.1f}{spread}"
-
     head = "| " + " | ".join(f"{n} ({n // p.k}K)" for n in p.lengths) + " |"
     lines = [f"Seeds {', '.join(str(r['seed']) for r in results)}; percent, mean ± standard deviation over seeds."]
     for task in TASKS:
@@ -345,9 +381,10 @@ def summary(results: list[dict], p: Protocol) -> str:
             pairs = [(r["accuracy"][state][task], r["accuracy"]["dense"][task]) for r in results]
             values = [[100 * (a[str(n)] - b[str(n)]) for a, b in pairs] for n in p.lengths]
             lines.append(f"| {STATES[state]} minus dense, paired | " + " | ".join(map(cell, values)) + " |")
-        for state in ("warmup", "adapted", "long_warmup"):
-            values = [[100 * r["needle_selected"][state][f"{task} {n}"] for r in results] for n in p.lengths]
-            lines.append(f"| answer among the selected keys, {state} | " + " | ".join(map(cell, values)) + " |")
+        for state, (measure, title) in itertools.product(("warmup", "adapted", "long_warmup"), NEEDED.items()):
+            values = [[100 * r[measure][state][f"{task} {n}"] for r in results if measure in r] for n in p.lengths]
+            if values[0]:
+                lines.append(f"| {state}, {title} | " + " | ".join(map(cell, values)) + " |")
         weak = [n for n in p.lengths if np.mean([r["accuracy"]["dense"][task][str(n)] for r in results]) < 0.95]
         lines += [f"Dense is below 95% at {n} tokens: that length shows nothing." for n in weak]
     lines += ["", "**How much warm-up, without adaptation**", "", "| task, steps " + head, "|---" * (len(p.lengths) + 1) + "|"]
@@ -364,7 +401,30 @@ def summary(results: list[dict], p: Protocol) -> str:
         moved = f"{np.mean([t['random_mean'] for t in ties]):.4f} | {max(t['random_max'] for t in ties):.2f}"
         again = max(t["deterministic_again_max"] for t in ties)
         lines.append(f"| {STATES[state]} | {shares} | {moved} | {again:g} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + overlap_table([r for r in results if "overlap" in r], p)) + "\n"
+
+
+def cell(values) -> str:
+    """Mean and sample standard deviation."""
+    spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.1f}{spread}"
+
+
+def overlap_table(results: list[dict], p: Protocol) -> list[str]:
+    """Lines of the table of `Experiment.overlap`; none without results that recorded it."""
+    if not results:
+        return []
+    seeds = ", ".join(str(r["seed"]) for r in results)
+    lines = ["", f"**Overlap of neighbouring queries' selections** ({p.lengths[-1]} tokens, seeds {seeds})", ""]
+    lines += ["Union of n consecutive queries' selections, percent of n K; in brackets the union / K.", ""]
+    lines += ["| state, layer, task | " + " | ".join(f"n = {n}" for n in TILES) + " |", "|---" * (len(TILES) + 1) + "|"]
+    for state, layer, task in itertools.product(("untrained", "warmup", "adapted"), range(2), TASKS):
+        values = {n: [100 * r["overlap"][state][task][str(n)][layer] for r in results] for n in TILES}
+        cells = (f"{cell(v)} ({np.mean(v) * n / 100:.1f})" for n, v in values.items())
+        lines.append(f"| {STATES[state]}, {layer + 1}, {task} | " + " | ".join(cells) + " |")
+    chance = {n: chance_overlap(p.k, p.lengths[-1], n) for n in TILES}
+    cells = (f"{100 * share:.1f} ({share * n:.1f})" for n, share in chance.items())
+    return [*lines, "| any K visible keys, by chance | " + " | ".join(cells) + " |"]
 
 
 def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
@@ -374,7 +434,7 @@ def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 3.6), sharey=True)
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 4.4), sharey=True)
     for panel, task in zip(panels, TASKS):
         for (state, title), mark in zip(STATES.items(), "oPs^Dv"):
             values = np.array([[100 * r["accuracy"][state][task][str(n)] for n in p.lengths] for r in results])
@@ -386,8 +446,8 @@ def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
         panel.set(title=task, xlabel="tokens")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("answers right, %")
-    panels[0].legend(fontsize=8)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
