@@ -17,7 +17,15 @@ from glm5_jax.sparse.masks import Rows
 from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_filtered
 
 N, R, P, I, J = 3, 6, 4, 3, 8
-SHAPES = {"uneven": (2, 13, 17, 5), "more places than keys": (1, 16, 11, 20), "one query": (2, 1, 9, 4)}  # B, T, S, K
+SHAPES = {  # B, T, S, K
+    "uneven": (2, 13, 17, 5), "more places than keys": (1, 16, 11, 20), "one query": (2, 1, 9, 4), "long row": (1, 6, 97, 30),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["gathered", "all through a mask"])
+def reading(request, monkeypatch):
+    """How queries read keys."""
+    monkeypatch.setattr(xla, "_NEAR", 0 if request.param == "gathered" else 1000)
 
 
 def draw(rng, *shape):
@@ -60,8 +68,10 @@ def close(got, expected, tolerance):
 
 
 @pytest.mark.parametrize("with_index", [True, False])
-@pytest.mark.parametrize("shape, chunk", [("uneven", 4), ("uneven", 1), ("more places than keys", 100), ("one query", 3)])
-def test_attention_and_its_gradients_equal_the_definition_in_float64(shape, chunk, with_index):
+@pytest.mark.parametrize(
+    "shape, chunk", [("uneven", 4), ("uneven", 1), ("more places than keys", 100), ("one query", 3), ("long row", 2)]
+)
+def test_attention_and_its_gradients_equal_the_definition_in_float64(shape, chunk, with_index, reading):
     with jax.enable_x64(True):
         q, latent, selected, index = inputs(*SHAPES[shape])
         got = weighted(functools.partial(xla.attend, chunk=chunk), selected, with_index)(q, latent, index)
@@ -69,7 +79,7 @@ def test_attention_and_its_gradients_equal_the_definition_in_float64(shape, chun
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 2e-2)])
-def test_attention_in_narrow_types_is_near_the_definition_in_float64(dtype, tolerance):
+def test_attention_in_narrow_types_is_near_the_definition_in_float64(dtype, tolerance, reading):
     with jax.enable_x64(True):
         q, latent, selected, index = inputs(*SHAPES["uneven"])
         narrow = as_dtype(dtype, q, latent, index)
@@ -80,7 +90,7 @@ def test_attention_in_narrow_types_is_near_the_definition_in_float64(dtype, tole
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_rows_that_no_one_selected_may_hold_anything(poison):
+def test_rows_that_no_one_selected_may_hold_anything(poison, reading):
     q, latent, selected, index = inputs(2, 9, 40, 3)
     q, latent, index = as_dtype("float32", q, latent, index)
     unread = np.array([[not (row == s).any() for s in range(40)] for row in np.asarray(selected)])
@@ -93,7 +103,23 @@ def test_rows_that_no_one_selected_may_hold_anything(poison):
     assert not np.asarray(clean[1][1])[unread].any()
 
 
-def test_an_empty_selection_gives_zeros_and_no_gradient():
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("part", ["latent", "index key"])
+def test_a_row_that_is_not_finite_reaches_those_that_selected_it_and_no_one_else(poison, part, reading):
+    q, latent, selected, index = inputs(2, 9, 40, 12)
+    row = int(selected[1, 3, 0])
+    if part == "latent":
+        latent = latent.at[1, row].set(poison)
+    else:
+        index = index._replace(k=index.k.at[1, row].set(poison))
+    a = jax.jit(xla.attend, static_argnums=(3, 4, 5))(q, latent, selected, R, 0.3, 4, index)
+    hit = (np.asarray(selected) == row).any(-1) & (np.arange(2) == 1)[:, None]
+    assert hit.any() and not hit.all()
+    np.testing.assert_array_equal(np.isfinite(a.kl), ~hit)
+    np.testing.assert_array_equal(np.isfinite(a.out).all((-1, -2)), ~hit | (part != "latent"))
+
+
+def test_an_empty_selection_gives_zeros_and_no_gradient(reading):
     q, latent, selected, index = inputs(1, 5, 7, 3)
     q, latent, index = as_dtype("float32", q, latent, index)
     (_, a), grads = weighted(functools.partial(xla.attend, chunk=2), jnp.full_like(selected, -1))(q, latent, index)
@@ -101,7 +127,7 @@ def test_an_empty_selection_gives_zeros_and_no_gradient():
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
 
 
-def test_the_largest_logit_is_that_of_real_queries():
+def test_the_largest_logit_is_that_of_real_queries(reading):
     """All logits are negative: what fills up the last chunk must not count as 0."""
     q, latent, selected, _ = inputs(2, 13, 17, 5)
     q, latent = -jnp.abs(q), jnp.abs(latent) + 1

@@ -171,17 +171,18 @@ class Mla(nnx.Module):
         if cq.shape[1] <= rows:
             (out, kl), top = piece(*inputs)
         else:
-            (out, kl), top = in_query_blocks(piece, max(rows // 512 * 512, 512), *inputs)
+            even = -(-cq.shape[1] // -(-cq.shape[1] // rows))  # pieces of one size: what fills the last one up is computed too
+            (out, kl), top = in_query_blocks(piece, -(-even // 512) * 512, *inputs)
         return Attention(out, top, kl)
 
     def _absorb(self, q: jax.Array) -> jax.Array:
         """Queries [B,T,N,R+P] that read latents, of queries [B,T,N,C+P] that read keys."""
         c = self.cfg.qk_nope_head_dim
-        return jnp.concatenate([jnp.einsum("btnc,rnc->btnr", q[..., :c], self.k_up[...].astype(q.dtype)), q[..., c:]], axis=-1)
+        return jnp.concatenate([jnp.einsum("rnc,btnc->btnr", self.k_up[...].astype(q.dtype), q[..., :c]), q[..., c:]], axis=-1)
 
     def _values(self, o: jax.Array) -> jax.Array:
         """Heads' outputs [B,T,N,V] of attention over latents [B,T,N,R]."""
-        return jnp.einsum("btnr,rnv->btnv", o, self.v_up[...].astype(o.dtype))
+        return jnp.einsum("rnv,btnr->btnv", self.v_up[...].astype(o.dtype), o)
 
     def _output(self, o: jax.Array) -> jax.Array:
         """Layer output [B,T,D] of heads' outputs [B,T,N,V]."""

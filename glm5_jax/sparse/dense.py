@@ -81,10 +81,9 @@ def _attend(scale, tiles, q, k, v, tokens, i):
 
     def visit(j, carry):
         top, total, out = carry
-        scores = _dot("bnkh,bnqh->bnkq", _block(k, j, tiles.keys, 2), q) * scale
-        scores = jnp.where(_seen(tiles, tokens, i, j), scores, MASKED)
-        new = jnp.maximum(top, jnp.max(scores, axis=2))
-        weights, shrink = jnp.exp(scores - new[:, :, None]), jnp.exp(top - new)
+        scores, seen = _dot("bnkh,bnqh->bnkq", _block(k, j, tiles.keys, 2), q) * scale, _seen(tiles, tokens, i, j)
+        new = jnp.maximum(top, jnp.max(jnp.where(seen, scores, MASKED), axis=2))
+        weights, shrink = jnp.where(seen, jnp.exp(scores - new[:, :, None]), 0), jnp.exp(top - new)
         out = out * shrink[:, :, None] + _dot("bnvk,bnkq->bnvq", _block(v, j, tiles.keys, 3), weights.astype(v.dtype))
         return new, total * shrink + jnp.sum(weights, axis=2), out
 

@@ -1,6 +1,7 @@
 """DeepSeek Sparse Attention for any backend, in chunks of queries: the same functions as `reference`, memory linear in T."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +62,23 @@ def _choose(scores, width: int, k: int, places: int):
 
 
 def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Index | None = None) -> Attended:
-    """See `reference.attend`; latents are gathered for at most `chunk` queries at a time, forward and backward."""
-    gathered = selected.shape[2] * latent.shape[2] * latent.dtype.itemsize
-    chunk = _rows_at_once(chunk, selected.shape[:2], gathered, _GATHERED_BYTES)
-    out, top, kl = _attend(rank, scale, chunk, q, latent, selected, index)
+    """See `reference.attend`, for some queries at a time, forward and backward.
+
+    Each query gathers the latents it selected; on CPU, where a gradient is scattered row by row, all queries read all
+    latents through a mask instead, as long as the keys are few.
+    """
+    near = jax.default_backend() == "cpu" and latent.shape[1] <= _NEAR * selected.shape[2]
+    b, s, width = latent.shape
+    if near:
+        row, room = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * latent.dtype.itemsize, _SCORE_BYTES
+    else:
+        row, room = selected.shape[2] * width * latent.dtype.itemsize, _GATHERED_BYTES
+    chunk = _rows_at_once(chunk, selected.shape[:2], row, room)
+    out, top, kl = _attend(rank, scale, chunk, near, q, latent, selected, index)
     return Attended(out, jax.lax.stop_gradient(top), kl)
 
 
+_NEAR = 4  # times K: with more keys, reading all of them takes longer than gathering K
 # What a chunk may fill with the latents it gathers, or with scores: (a CPU's cache, a small part of another memory).
 _GATHERED_BYTES = (3 << 19, 256 << 20)
 _SCORE_BYTES = (4 << 20, 256 << 20)
@@ -81,62 +92,65 @@ def _rows_at_once(chunk: int, shape, row_bytes: int, room: tuple[int, int]) -> i
     return 1 << (n.bit_length() - 1)  # a power of two divides most T: nothing needs to be filled up
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(rank, scale, chunk, q, latent, selected, index):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _attend(rank, scale, chunk, near, q, latent, selected, index):
     """(out, largest logit, kl or None) of `reference.attend`."""
-    return _forward(rank, scale, chunk, q, latent, selected, index)[0]
+    return _forward(rank, scale, chunk, near, q, latent, selected, index)[0]
 
 
-def _forward(rank, scale, chunk, q, latent, selected, index):
-    keys_of, index_keys_of = _reader(latent), _reader(index and index.k)
+def _forward(rank, scale, chunk, near, q, latent, selected, index):
+    keys_of, index_keys_of = _reader(latent, near), _reader(index and index.k, near)
 
     def attend(x):
         q, selected, index_q, w = x
-        keys, keep = keys_of(selected), selected >= 0
-        scores = _dot("btnr,btkr->btnk", q, keys) * scale
+        keys, keep = keys_of(selected), _keep(selected, latent.shape[1], near)
+        scores = _products(q, keys) * scale
         p, lse, top = _softmax(scores, keep[:, :, None])
         # A key is multiplied whole and what is no value cut off: cheaper than a copy of the value.
-        out = jnp.einsum("btnk,btkr->btnr", p.astype(q.dtype), keys)[..., :rank]
+        out = jnp.einsum(f"btnk,{_axes(keys)}r->btnr", p.astype(q.dtype), keys)[..., :rank]
         kl = None
         if index is not None:
             _, chosen = _index_scores(index_q, index_keys_of(selected), w)
             kl = index_kl(jnp.mean(p, axis=2), chosen, keep)
+        if near:
+            out, kl = _spoil(out, keep, latent), kl if index is None else _spoil(_spoil(kl, keep, latent), keep, index.k)
         return (out, lse, kl), jnp.max(top, initial=MASKED / 2)
 
     own = (None, None) if index is None else (index.q, index.w)
-    results, top = jax.lax.map(attend, _split(chunk, (q, selected, *own)))
+    results, top = _map(attend, _split(chunk, (q, selected, *own)))
     out, lse, kl = _join(q.shape[1], results)
     return (out, jnp.max(top, initial=MASKED / 2), kl), (q, latent, selected, index, out, lse)
 
 
-def _backward(rank, scale, chunk, saved, cotangents):
+def _backward(rank, scale, chunk, near, saved, cotangents):
     q, latent, selected, index, out, lse = saved
     d_out, _, d_kl = cotangents
-    keys_of, index_keys_of = _reader(latent), _reader(index and index.k)
-    inner = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1)
+    keys_of, index_keys_of = _reader(latent, near), _reader(index and index.k, near)
+    add = (lambda sums, _, values: sums + values) if near else _scatter_add
 
     def step(sums, x):
-        q, selected, lse, d_out, inner, index_q, w, d_kl = x
-        keys, keep = keys_of(selected), selected >= 0
+        q, selected, lse, out, d_out, index_q, w, d_kl = x
+        keys, keep = keys_of(selected), _keep(selected, latent.shape[1], near)
+        inner = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1)
         # A latent is key and value: what reads it as one and as the other, side by side, takes one product.
         n, rest = q.shape[2], q.shape[3] - rank
         readers = jnp.concatenate([q, jnp.pad(d_out, [(0, 0)] * 3 + [(0, rest)])], axis=2)
-        products = _dot("btnr,btkr->btnk", readers, keys)
+        products = _products(readers, keys)
         p = jnp.where(keep[:, :, None], jnp.exp(products[:, :, :n] * scale - lse[..., None]), 0)
         d_scores = p * (products[:, :, n:] - inner[..., None]) * scale
         p, d_scores = jax.lax.optimization_barrier((p, d_scores))  # or XLA computes them again for every use
-        d_q = jnp.einsum("btnk,btkr->btnr", d_scores.astype(q.dtype), keys)
-        d_keys = _dot("btnk,btnr->btkr", jnp.concatenate([d_scores, p], axis=2).astype(q.dtype), readers)
-        sums[0] = _scatter_add(sums[0], selected, d_keys)
+        d_q = jnp.einsum(f"btnk,{_axes(keys)}r->btnr", d_scores.astype(q.dtype), keys)
+        weights = jnp.concatenate([d_scores, p], axis=2).astype(q.dtype)
+        sums[0] = add(sums[0], selected, _dot(f"btnk,btnr->{_axes(keys)}r", weights, readers))
         if index is None:
             return sums, (d_q,)
         d_index_q, d_index_keys, d_w = _index_gradients(index_q, index_keys_of(selected), w, jnp.mean(p, axis=2), keep, d_kl)
-        sums[1] = _scatter_add(sums[1], selected, d_index_keys)
+        sums[1] = add(sums[1], selected, d_index_keys)
         return sums, (d_q, d_index_q, d_w)
 
     own = (None, None, None) if index is None else (index.q, index.w, d_kl)
     sums = [jnp.zeros(k.shape, lse.dtype) for k in (latent, index and index.k) if k is not None]
-    sums, by_query = jax.lax.scan(step, sums, _split(chunk, (q, selected, lse, d_out, inner, *own)))
+    sums, by_query = _scan(step, sums, _split(chunk, (q, selected, lse, out, d_out, *own)))
     d_q, *d_own = _join(q.shape[1], by_query)
     d_index = None if index is None else Index(d_own[0], sums[1].astype(index.k.dtype), d_own[1])
     return d_q, sums[0].astype(latent.dtype), None, d_index
@@ -145,9 +159,24 @@ def _backward(rank, scale, chunk, saved, cotangents):
 _attend.defvjp(_forward, _backward)
 
 
+def _axes(keys) -> str:
+    """The axes of keys in a product: [B,t,K,R] gathered by each query, or [B,S,R] read by all."""
+    return "btk" if keys.ndim == 4 else "bk"
+
+
+def _products(q, keys):
+    """Products [B,t,N,K] of readers [B,t,N,R] and keys.
+
+    The barrier keeps XLA from exchanging the factors, after which a CPU would copy all gathered keys, turned round, first.
+    """
+    if keys.ndim == 3:
+        return _dot("btnr,bkr->btnk", q, keys)
+    return jnp.swapaxes(jax.lax.optimization_barrier(_dot("btkr,btnr->btkn", keys, q)), 2, 3)
+
+
 def _index_scores(q, keys, w):
-    """(scores of every head before ReLU [B,t,I,K], index scores [B,t,K]) of index keys [B,t,K,J]."""
-    dots = _dot("btij,btkj->btik", q, keys) * q.shape[-1] ** -0.5
+    """(scores of every head before ReLU [B,t,I,K], index scores [B,t,K]) of index keys."""
+    dots = _dot(f"btij,{_axes(keys)}j->btik", q, keys) * q.shape[-1] ** -0.5
     return dots, jnp.einsum("btik,bti->btk", jax.nn.relu(dots), w, precision="highest")
 
 
@@ -157,8 +186,8 @@ def _index_gradients(q, keys, w, target, keep, d_kl):
     d_scores = jnp.where(keep, (_softmax(scores, keep)[0] - target) * d_kl[..., None], 0)
     d_w = jnp.einsum("btik,btk->bti", jax.nn.relu(dots), d_scores, precision="highest")
     d_dots = jnp.where(dots > 0, w[..., None] * d_scores[:, :, None] * q.shape[-1] ** -0.5, 0).astype(q.dtype)
-    d_q = jnp.einsum("btik,btkj->btij", d_dots, keys)
-    return d_q, _dot("btik,btij->btkj", d_dots, q), d_w.astype(w.dtype)
+    d_q = jnp.einsum(f"btik,{_axes(keys)}j->btij", d_dots, keys)
+    return d_q, _dot(f"btik,btij->{_axes(keys)}j", d_dots, q), d_w.astype(w.dtype)
 
 
 def _softmax(scores, mask):
@@ -176,14 +205,41 @@ def _dot(spec, x, y):
     return jnp.einsum(spec, x, y, preferred_element_type=at_least_float32(x.dtype))
 
 
-def _reader(rows):
-    """A function from positions [B,t,K] to rows [B,t,K,...] of rows [B,S,...], zeros for -1. It reads nothing else."""
+def _reader(rows, near: bool):
+    """A function from positions [B,t,K] to the rows, of rows [B,S,...], that their queries read.
+
+    Gathered [B,t,K,...], zeros for -1, and nothing else read; or, near, all rows, those that are not finite as zeros.
+    """
     if rows is None:
         return None
+    if near:
+        rows = jnp.where(_finite(rows)[..., None], rows, 0)  # or 0 * NaN would leak out of what was not selected
+        return lambda at: rows
     s = rows.shape[1]
     rows = _pad(rows, 1, s + 1)  # a row of zeros for -1
     read = _by_batch(lambda rows, at: rows.at[at].get(mode="promise_in_bounds"))
     return lambda at: read(rows, jnp.where(at < 0, s, at))
+
+
+def _keep(selected, s: int, near: bool):
+    """Which of the keys that a query reads it has selected, bool [B,t,K], or [B,t,S] if near."""
+    if not near:
+        return selected >= 0
+    # One bit a key in words of 32: a query's K positions are compared with S/32 words instead of S places.
+    bits, words = jnp.arange(32, dtype=jnp.uint32), jnp.arange(-(-s // 32))
+    mine = selected[:, :, None] >> 5 == words[:, None]
+    words = jnp.sum(jnp.where(mine, jnp.uint32(1) << (selected[:, :, None] & 31).astype(jnp.uint32), 0), axis=-1, dtype=jnp.uint32)
+    return (words[..., None] >> bits & 1).astype(bool).reshape(*selected.shape[:2], -1)[..., :s]
+
+
+def _spoil(x, keep, rows):
+    """x [B,t,...], NaN for queries that selected a row that is not finite, as if they had gathered it."""
+    spoilt = jnp.any(keep & ~_finite(rows)[:, None], axis=-1)
+    return jnp.where(spoilt.reshape(*spoilt.shape, *[1] * (x.ndim - 2)), jnp.nan, x)
+
+
+def _finite(rows):
+    return jnp.all(jnp.isfinite(rows), axis=-1)
 
 
 def _scatter_add(sums, at, values):
@@ -201,6 +257,17 @@ def _by_batch(fn):
         return jax.vmap(fn)(*arrays)
 
     return call
+
+
+def _scan(step, carry, xs):
+    """jax.lax.scan; on CPU, where a step is too small for all cores, with 4 of them in one turn of the loop if they divide."""
+    n = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(step, carry, xs, unroll=math.gcd(n, 4 if jax.default_backend() == "cpu" else 1))
+
+
+def _map(fn, xs):
+    """jax.lax.map, as `_scan`."""
+    return _scan(lambda nothing, x: (nothing, fn(x)), None, xs)[1]
 
 
 def _split(chunk: int, arrays):
