@@ -9,6 +9,7 @@ import pytest
 
 import reference
 from conftest import forward
+from glm5_jax.layers import mla
 from glm5_jax.layers.mla import Context, Keys, Selection
 from glm5_jax.layers.rope import rotary_tables
 from glm5_jax.model import merge, split
@@ -25,10 +26,10 @@ def attention_layer(model, dtype=jnp.float32, seed=3):
     return layer, a, context(model.cfg, dtype)
 
 
-def context(cfg, dtype=jnp.float32):
-    cos, sin = rotary_tables(np.arange(T)[None], cfg.qk_rope_head_dim, cfg.rope_theta)
-    segment = jnp.ones((1, T), jnp.int32)
-    return Context(cos.astype(dtype), sin.astype(dtype), Rows(jnp.arange(T)[None], segment), segment)
+def context(cfg, dtype=jnp.float32, t=T):
+    cos, sin = rotary_tables(np.arange(t)[None], cfg.qk_rope_head_dim, cfg.rope_theta)
+    segment = jnp.ones((1, t), jnp.int32)
+    return Context(cos.astype(dtype), sin.astype(dtype), Rows(jnp.arange(t)[None], segment), segment)
 
 
 def everything():
@@ -65,6 +66,39 @@ def test_bfloat16_forms_agree_to_its_precision(micro):
     for rounded in both_forms(a.astype(jnp.bfloat16)):
         assert rounded.dtype == jnp.bfloat16
         assert 0 < np.abs(np.asarray(rounded.astype(jnp.float32) - exact)).max() < 0.1
+
+
+@pytest.mark.parametrize("t, most", [(513, 512), (32_768, 29_127), (131_072, 3_640), (600, 0), (1024, 512), (5000, 700)])
+def test_pieces_of_a_row_are_even(t, most):
+    size = mla._piece(t, most)
+    assert size % 512 == 0 and size < max(most, 512) + 512
+    assert -t % size < 512 * -(-t // size)  # less than 512 rows a piece are computed in vain
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_a_row_in_pieces_is_the_row(micro, with_loss, monkeypatch):
+    t = 600
+    model = micro()[0]
+    layer, _, _ = attention_layer(model)
+    ctx = context(model.cfg, t=t)
+    a = jnp.asarray(np.random.default_rng(5).standard_normal((1, t, model.cfg.hidden_size)), jnp.float32)
+    graphdef, params = split(layer)
+
+    def loss(params, a):
+        layer = merge(graphdef, params)
+        cq, keys = layer.query_latent(a), layer.keys(a, ctx)
+        index = layer.index(cq, a, keys, ctx)
+        out = layer.attend(cq, keys, Selection(layer.select(index, ctx), index if with_loss else None), ctx, absorbed=False)
+        kl = jnp.sum(out.index_kl) if with_loss else 0
+        return jnp.sum(jnp.sin(3 * out.out)) + kl, (out.out, out.max_logit)
+
+    def run():
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, a)
+
+    whole = run()
+    monkeypatch.setattr(mla, "_ABSORBED_BYTES", 0)
+    for got, expected in zip(jax.tree.leaves(run()), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("attention", ["sparse", "dense"])

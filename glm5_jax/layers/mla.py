@@ -167,12 +167,9 @@ class Mla(nnx.Module):
 
         own = (None, None) if index is None else (index.q, index.w)
         inputs = (cq, ctx.cos, ctx.sin, selection.positions, *own)
-        rows = _ABSORBED_BYTES // (cq.shape[0] * cfg.num_attention_heads * keys.latent.shape[-1] * cq.dtype.itemsize)
-        if cq.shape[1] <= rows:
-            (out, kl), top = piece(*inputs)
-        else:
-            even = -(-cq.shape[1] // -(-cq.shape[1] // rows))  # pieces of one size: what fills the last one up is computed too
-            (out, kl), top = in_query_blocks(piece, -(-even // 512) * 512, *inputs)
+        row_bytes = cq.shape[0] * cfg.num_attention_heads * keys.latent.shape[-1] * cq.dtype.itemsize
+        t, most = cq.shape[1], _ABSORBED_BYTES // row_bytes
+        (out, kl), top = piece(*inputs) if t <= most else in_query_blocks(piece, _piece(t, most), *inputs)
         return Attention(out, top, kl)
 
     def _absorb(self, q: jax.Array) -> jax.Array:
@@ -187,6 +184,12 @@ class Mla(nnx.Module):
     def _output(self, o: jax.Array) -> jax.Array:
         """Layer output [B,T,D] of heads' outputs [B,T,N,V]."""
         return jnp.einsum("btnv,nvd->btd", o, self.out[...].astype(o.dtype))
+
+
+def _piece(t: int, most: int) -> int:
+    """Size of the pieces that T rows are taken in, about `most` and a multiple of 512; even, since the last is filled up."""
+    n = -(-t // max(most, 512))
+    return -(-t // (512 * n)) * 512
 
 
 # Absorbed queries are R + P wide and as many as there are heads; more than this much of them at once and the row goes in

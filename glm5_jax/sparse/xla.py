@@ -226,10 +226,11 @@ def _keep(selected, s: int, near: bool):
     if not near:
         return selected >= 0
     # One bit a key in words of 32: a query's K positions are compared with S/32 words instead of S places.
-    bits, words = jnp.arange(32, dtype=jnp.uint32), jnp.arange(-(-s // 32))
-    mine = selected[:, :, None] >> 5 == words[:, None]
-    words = jnp.sum(jnp.where(mine, jnp.uint32(1) << (selected[:, :, None] & 31).astype(jnp.uint32), 0), axis=-1, dtype=jnp.uint32)
-    return (words[..., None] >> bits & 1).astype(bool).reshape(*selected.shape[:2], -1)[..., :s]
+    at = selected[:, :, None]
+    bit = jnp.uint32(1) << (at & 31).astype(jnp.uint32)
+    here = at >> 5 == jnp.arange(-(-s // 32))[:, None]
+    words = jnp.sum(jnp.where(here, bit, 0), axis=-1, dtype=jnp.uint32)[..., None]
+    return (words >> jnp.arange(32, dtype=jnp.uint32) & 1).astype(bool).reshape(*selected.shape[:2], -1)[..., :s]
 
 
 def _spoil(x, keep, rows):
