@@ -119,6 +119,37 @@ def test_a_row_that_is_not_finite_reaches_those_that_selected_it_and_no_one_else
     np.testing.assert_array_equal(np.isfinite(a.out).all((-1, -2)), ~hit | (part != "latent"))
 
 
+def spoil(case, q, latent, index, selected):
+    """Inputs with one thing wrong; query (0, 1) selects nothing, (0, 3) something."""
+    row = int(selected[0, 3, 0])
+    unread = int(np.flatnonzero([not (np.asarray(selected[0]) == s).any() for s in range(latent.shape[1])])[0])
+    return {
+        "huge row that no one selected": (q, latent.at[0, unread].set(3e38), index),
+        "huge index key that no one selected": (q, latent, index._replace(k=index.k.at[0, unread].set(3e38))),
+        "query that selects nothing": (q.at[0, 1].set(np.nan), latent, index),
+        "query": (q.at[0, 3].set(np.nan), latent, index),
+        "selected row": (q, latent.at[0, row].set(np.nan), index),
+        "selected index key": (q, latent, index._replace(k=index.k.at[0, row].set(np.nan))),
+    }[case]
+
+
+@pytest.mark.parametrize(
+    "case", ["huge row that no one selected", "huge index key that no one selected", "query that selects nothing", "query",
+             "selected row", "selected index key"],
+)  # fmt: skip
+def test_what_is_not_finite_spreads_as_in_the_definition(case, reading):
+    q, latent, selected, index = inputs(1, 5, 40, 6, seed=4)
+    given = spoil(case, *as_dtype("float32", q, latent, index), selected)
+    (_, got), got_grads = weighted(functools.partial(xla.attend, chunk=8), selected)(*given)
+    (_, expected), grads = weighted(reference.attend, selected)(*given)
+    finite = lambda tree: [np.isfinite(x) for x in jax.tree.leaves(tree)]  # noqa: E731
+    for a, b in zip(finite((got.out, got.kl, got_grads[:2])), finite((expected.out, expected.kl, grads[:2])), strict=True):
+        np.testing.assert_array_equal(a.all(-1), b.all(-1))
+    index_keys, theirs = np.isfinite(got_grads[2].k).all(-1), np.isfinite(grads[2].k).all(-1)
+    assert (index_keys >= theirs).all()
+    assert np.isfinite(got.max_logit) == np.isfinite(expected.max_logit)
+
+
 def test_an_empty_selection_gives_zeros_and_no_gradient(reading):
     q, latent, selected, index = inputs(1, 5, 7, 3)
     q, latent, index = as_dtype("float32", q, latent, index)

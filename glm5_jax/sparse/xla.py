@@ -70,7 +70,7 @@ def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Inde
     near = jax.default_backend() == "cpu" and latent.shape[1] <= _NEAR * selected.shape[2]
     b, s, width = latent.shape
     if near:
-        row, room = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * latent.dtype.itemsize, _SCORE_BYTES
+        row, room = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * 4, _SCORE_BYTES
     else:
         row, room = selected.shape[2] * width * latent.dtype.itemsize, _GATHERED_BYTES
     chunk = _rows_at_once(chunk, selected.shape[:2], row, room)
@@ -112,8 +112,9 @@ def _forward(rank, scale, chunk, near, q, latent, selected, index):
         if index is not None:
             _, chosen = _index_scores(index_q, index_keys_of(selected), w)
             kl = index_kl(jnp.mean(p, axis=2), chosen, keep)
-        if near:
-            out, kl = _spoil(out, keep, latent), kl if index is None else _spoil(_spoil(kl, keep, latent), keep, index.k)
+        if near:  # what is NaN in lse is NaN in the gradients of the query
+            out, lse, top, kl = (_spoil(x, keep, latent) for x in (out, lse, top, kl))
+            kl = _spoil(kl, keep, index and index.k)
         return (out, lse, kl), jnp.max(top, initial=MASKED / 2)
 
     own = (None, None) if index is None else (index.q, index.w)
@@ -137,13 +138,17 @@ def _backward(rank, scale, chunk, near, saved, cotangents):
         readers = jnp.concatenate([q, jnp.pad(d_out, [(0, 0)] * 3 + [(0, rest)])], axis=2)
         products = _products(readers, keys)
         p = jnp.where(keep[:, :, None], jnp.exp(products[:, :, :n] * scale - lse[..., None]), 0)
-        d_scores = p * (products[:, :, n:] - inner[..., None]) * scale
+        d_scores = jnp.where(keep[:, :, None], p * (products[:, :, n:] - inner[..., None]) * scale, 0)
         p, d_scores = jax.lax.optimization_barrier((p, d_scores))  # or XLA computes them again for every use
         d_q = jnp.einsum(f"btnk,{_axes(keys)}r->btnr", d_scores.astype(q.dtype), keys)
         weights = jnp.concatenate([d_scores, p], axis=2).astype(q.dtype)
+        if near:  # a weight is NaN where a reader is not finite, or 0
+            readers = jnp.where(jnp.isfinite(readers), readers, 0)
         sums[0] = add(sums[0], selected, _dot(f"btnk,btnr->{_axes(keys)}r", weights, readers))
         if index is None:
             return sums, (d_q,)
+        if near:
+            d_kl = _spoil(d_kl, keep, index.k)
         d_index_q, d_index_keys, d_w = _index_gradients(index_q, index_keys_of(selected), w, jnp.mean(p, axis=2), keep, d_kl)
         sums[1] = add(sums[1], selected, d_index_keys)
         return sums, (d_q, d_index_q, d_w)
@@ -183,10 +188,12 @@ def _index_scores(q, keys, w):
 def _index_gradients(q, keys, w, target, keep, d_kl):
     """Gradients of sum(d_kl * KL(target || softmax(scores))) by q, keys and w; target and keep [B,t,K], d_kl [B,t]."""
     dots, scores = _index_scores(q, keys, w)
+    dots = jnp.where(keep[:, :, None], dots, 0)
     d_scores = jnp.where(keep, (_softmax(scores, keep)[0] - target) * d_kl[..., None], 0)
     d_w = jnp.einsum("btik,btk->bti", jax.nn.relu(dots), d_scores, precision="highest")
     d_dots = jnp.where(dots > 0, w[..., None] * d_scores[:, :, None] * q.shape[-1] ** -0.5, 0).astype(q.dtype)
     d_q = jnp.einsum(f"btik,{_axes(keys)}j->btij", d_dots, keys)
+    q = q if keys.ndim == 4 else jnp.where(jnp.isfinite(q), q, 0)
     return d_q, _dot(f"btik,btij->{_axes(keys)}j", d_dots, q), d_w.astype(w.dtype)
 
 
@@ -235,6 +242,8 @@ def _keep(selected, s: int, near: bool):
 
 def _spoil(x, keep, rows):
     """x [B,t,...], NaN for queries that selected a row that is not finite, as if they had gathered it."""
+    if x is None or rows is None:
+        return x
     spoilt = jnp.any(keep & ~_finite(rows)[:, None], axis=-1)
     return jnp.where(spoilt.reshape(*spoilt.shape, *[1] * (x.ndim - 2)), jnp.nan, x)
 
