@@ -1,7 +1,6 @@
 """DeepSeek Sparse Attention for any backend, in chunks of queries: the same functions as `reference`, memory linear in T."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -270,9 +269,9 @@ def _by_batch(fn):
 
 
 def _scan(step, carry, xs):
-    """jax.lax.scan; on CPU, where a step is too small for all cores, with 4 of them in one turn of the loop if they divide."""
+    """jax.lax.scan; on CPU, where a step is too small for all cores, a long loop takes 4 of them a turn if they divide."""
     n = jax.tree.leaves(xs)[0].shape[0]
-    return jax.lax.scan(step, carry, xs, unroll=math.gcd(n, 4 if jax.default_backend() == "cpu" else 1))
+    return jax.lax.scan(step, carry, xs, unroll=4 if jax.default_backend() == "cpu" and n >= 16 and n % 4 == 0 else 1)
 
 
 def _map(fn, xs):
