@@ -322,9 +322,20 @@ def test_the_learning_rate_follows_the_schedule_in_both_parts():
         np.testing.assert_allclose(b[path], a[path] / 2, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["muon_split", "adamw"])
+def test_the_indexer_moves_and_decays_at_its_own_multiple_of_the_rate_and_all_others_at_the_rate(name):
+    paths = [p for p in PARAMS if SPECS[p].part == "indexer"] + [("head",), ("norm",), ("mtp", "project")]
+    slow, fast = (OptimizerConfig(name=name, weight_decay=0.1, indexer_rate=rate) for rate in (1.0, 8.0))
+    a, b = (updates_of(cfg, [gradients(0)], tuple(paths))[0] for cfg in (slow, fast))
+    assert {SPECS[p].kind for p in paths[:-3]} >= {"matrix", "norm"}
+    for path in paths:
+        np.testing.assert_array_equal(b[path], a[path] * (8 if SPECS[path].part == "indexer" else 1), str(path))
+
+
 @pytest.mark.parametrize(
     "field, value",
-    [("momentum", 1), ("b1", -0.1), ("b2", 1.0), ("update_rms", 0), ("clip", 0.0), ("eps", 0.0), ("weight_decay", -1)],
+    [("momentum", 1), ("b1", -0.1), ("b2", 1.0), ("update_rms", 0), ("clip", 0.0), ("eps", 0.0), ("weight_decay", -1),
+     ("indexer_rate", 0)],
 )
 def test_a_setting_out_of_range_is_named(field, value):
     with pytest.raises(UserError, match=rf"^optimizer\.{field}={value}: must [^\n]+$"):

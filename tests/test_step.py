@@ -13,6 +13,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
 from glm5_jax.layers.moe import balance_loss
 from glm5_jax.model import abstract, merge, split
+from glm5_jax.sparse import xla
 from glm5_jax.train.step import (
     LossConfig,
     Rates,
@@ -351,7 +352,8 @@ def test_recomputation_neither_selects_again_nor_counts_again(sparse):
 
 @pytest.mark.parametrize("stage", [("dense", 0.0), ("dense", 1.0), ("sparse", 1.0)])
 @pytest.mark.parametrize("remat", ["none", "block"])
-def test_no_buffer_of_a_step_grows_with_the_square_of_the_length_or_with_the_vocabulary(remat, stage):
+def test_no_buffer_of_a_step_grows_with_the_square_of_the_length_or_with_the_vocabulary(remat, stage, monkeypatch):
+    monkeypatch.setattr(xla, "_KEY_BLOCK", 64)  # several blocks of keys, as in a long row
     b, t, w = 2, 256, 1024
     attention, index_weight = stage
     network = dict(vocab_size=w, query_chunk=16, max_position_embeddings=t, remat=remat, attention=attention)

@@ -1,6 +1,6 @@
 """Retrieval by length: dense, after indexer warm-up alone, after sparse adaptation (paper section 2.1.2, Table 6).
 
-    python experiments/dsa_adaptation/run.py [--seeds 0 1 2] [--quick] [--out DIR]
+    python experiments/dsa_adaptation/run.py [--seeds 0 1 2 3 5] [--quick] [--out DIR]
 
 A small model learns multi-key needles and associative recall under dense attention; then its indexer learns from that
 attention, all else frozen; then everything trains under sparse attention. README.md beside this file is the protocol.
@@ -60,7 +60,9 @@ class Protocol:
     other_warmups: tuple[int, ...] = (40, 120, 160)  # from the same base, not adapted
     sparse_steps: int = 560
     eval_tokens: int = 16_384  # per task and length: 1,024 questions of multi_key, 2,048 of recall
-    lr: float = 1e-3  # constant, of dense training and sparse adaptation
+    lr: float = 1e-3  # constant, of dense training
+    lr_sparse: float = 1e-4  # constant, of sparse adaptation
+    indexer_rate: float = 10.0  # multiples of lr_sparse at which the indexer adapts
     lr_warmup: tuple[float, float] = (5e-3, 2e-4)  # of the indexer's warm-up, linear
 
     def model(self, attention: str, layers: int = 2) -> ModelConfig:
@@ -116,12 +118,12 @@ class Stage:
     """Trains with `glm5_jax.train.step`; compiled once for all seeds.
 
     Args:
-      cfg: the network. freeze, index_weight: as in TrainConfig. lr: schedule. steps: of the schedule.
+      cfg: the network. lr: schedule. steps: of the schedule. freeze, index_weight, indexer_rate: as in TrainConfig.
     """
 
-    def __init__(self, cfg: ModelConfig, freeze: tuple[str, ...], index_weight: float, lr: LearningRate, steps: int):
+    def __init__(self, cfg: ModelConfig, lr: LearningRate, steps: int, freeze=(), index_weight=0.0, indexer_rate=1.0):
         model, zero = abstract(cfg), lambda step: jnp.float32(0)
-        settings = OptimizerConfig(update_rms=1.0, weight_decay=0.0)
+        settings = OptimizerConfig(update_rms=1.0, weight_decay=0.0, indexer_rate=indexer_rate)
         self.specs = trainable_specs(model, freeze)
         self.optimizer = make_optimizer(settings, lr.schedule(steps), self.specs)
         loss = LossConfig(mtp_steps=0, balance_weight=0.0, index_weight=index_weight)
@@ -140,13 +142,18 @@ class Experiment:
         self.p = p
         dense, sparse = p.model("dense"), p.model("sparse")
         self.graphs = {a: split(abstract(cfg))[0] for a, cfg in (("dense", dense), ("sparse", sparse))}
-        constant = LearningRate("constant", peak=p.lr, warmup_steps=20)
+        constant, slow = (LearningRate("constant", peak=lr, warmup_steps=20) for lr in (p.lr, p.lr_sparse))
         falling = LearningRate("linear", peak=p.lr_warmup[0], final=p.lr_warmup[1], warmup_steps=0)
-        self.first_layer = Stage(p.model("dense", 1), ("indexer",), 0.0, constant, p.fetch_steps)
-        self.dense = Stage(dense, ("indexer",), 0.0, constant, p.dense_steps)
+        self.first_layer = Stage(p.model("dense", 1), constant, p.fetch_steps, ("indexer",))
+        self.dense = Stage(dense, constant, p.dense_steps, ("indexer",))
         warmups = (p.warmup_steps, p.warmup_steps + p.sparse_steps, *p.other_warmups)
-        self.warmups = {steps: Stage(dense, ("trunk",), 1.0, falling, steps) for steps in warmups}
-        self.sparse = Stage(sparse, (), 1.0, constant, p.sparse_steps)
+        self.warmups = {steps: Stage(dense, falling, steps, ("trunk",), 1.0) for steps in warmups}
+        self.dense_on = Stage(dense, slow, p.sparse_steps, ("indexer",))
+        self.adaptations = {
+            "adapted": Stage(sparse, slow, p.sparse_steps, (), 1.0, p.indexer_rate),
+            "one_rate": Stage(sparse, slow, p.sparse_steps, (), 1.0),
+            "frozen_indexer": Stage(sparse, slow, p.sparse_steps, ("indexer",)),
+        }
 
     def batch(self, seed: int, stage: int, step: int, tasks, lengths, masked: bool, t: int = 0) -> dict:
         """Batch [1,b,T] of a step, T the longest of `lengths` or `t`; masked: only answers are targets."""
@@ -329,16 +336,17 @@ STATES = {  # name in the results -> what a table calls it
     "dense_on": "dense, trained on for the steps of adaptation",
     "untrained": "sparse, indexer untrained",
     "warmup": "sparse, indexer warm-up only",
-    "adapted": "sparse, after adaptation",
+    "adapted": "sparse, adapted",
+    "one_rate": "sparse, adapted at one rate",
+    "frozen_indexer": "sparse, adapted with the indexer frozen",
     "long_warmup": "sparse, warm-up for the steps of both",
 }
+SPARSE = ("warmup", "adapted", "one_rate", "frozen_indexer", "long_warmup")
+PLOTTED = ("dense", "warmup", "adapted", "one_rate", "frozen_indexer")
 
 
 def run_seed(experiment: Experiment, seed: int, say) -> dict:
-    """Everything about one seed: accuracy by state, task and length, needed keys selected, ties, overlap.
-
-    Seeds 0 to 2 were recorded before `key_selected` and `overlap` existed.
-    """
+    """Everything about one seed: accuracy by state, task and length, needed keys selected, ties, overlap."""
     e, p, start = experiment, experiment.p, time.perf_counter()
     base, steps = e.base(seed, say)
     result = {"seed": seed, "steps": steps}
@@ -357,12 +365,13 @@ def run_seed(experiment: Experiment, seed: int, say) -> dict:
         say(f"{time.perf_counter() - start:.0f} s, {name}: recall {by_length}")
 
     record("dense", base, "dense")
-    record("dense_on", e.train(e.dense, base, p.sparse_steps, e.full_batches(seed, 3)), "dense")
+    record("dense_on", e.train(e.dense_on, base, p.sparse_steps, e.full_batches(seed, 3)), "dense")
     record("untrained", base, "sparse")
     warm = {steps: e.train(stage, base, steps, e.full_batches(seed, 2)) for steps, stage in e.warmups.items()}
     result["warmup_steps"] = {str(steps): e.scores(params, "sparse") for steps, params in sorted(warm.items())}
     record("warmup", warm[p.warmup_steps], "sparse")
-    record("adapted", e.train(e.sparse, warm[p.warmup_steps], p.sparse_steps, e.full_batches(seed, 3)), "sparse")
+    for name, stage in e.adaptations.items():
+        record(name, e.train(stage, warm[p.warmup_steps], p.sparse_steps, e.full_batches(seed, 3)), "sparse")
     record("long_warmup", warm[p.warmup_steps + p.sparse_steps], "sparse")
     result["seconds"] = round(time.perf_counter() - start)
     return result
@@ -377,14 +386,13 @@ def summary(results: list[dict], p: Protocol) -> str:
         for state, title in STATES.items():
             values = [[100 * r["accuracy"][state][task][str(n)] for r in results] for n in p.lengths]
             lines.append(f"| {title} | " + " | ".join(map(cell, values)) + " |")
-        for state in ("warmup", "adapted", "long_warmup"):
+        for state in SPARSE:
             pairs = [(r["accuracy"][state][task], r["accuracy"]["dense"][task]) for r in results]
             values = [[100 * (a[str(n)] - b[str(n)]) for a, b in pairs] for n in p.lengths]
             lines.append(f"| {STATES[state]} minus dense, paired | " + " | ".join(map(cell, values)) + " |")
-        for state, (measure, title) in itertools.product(("warmup", "adapted", "long_warmup"), NEEDED.items()):
-            values = [[100 * r[measure][state][f"{task} {n}"] for r in results if measure in r] for n in p.lengths]
-            if values[0]:
-                lines.append(f"| {state}, {title} | " + " | ".join(map(cell, values)) + " |")
+        for state, (measure, title) in itertools.product(SPARSE, NEEDED.items()):
+            values = [[100 * r[measure][state][f"{task} {n}"] for r in results] for n in p.lengths]
+            lines.append(f"| {state}, {title} | " + " | ".join(map(cell, values)) + " |")
         weak = [n for n in p.lengths if np.mean([r["accuracy"]["dense"][task][str(n)] for r in results]) < 0.95]
         lines += [f"Dense is below 95% at {n} tokens: that length shows nothing." for n in weak]
     lines += ["", "**How much warm-up, without adaptation**", "", "| task, steps " + head, "|---" * (len(p.lengths) + 1) + "|"]
@@ -401,7 +409,7 @@ def summary(results: list[dict], p: Protocol) -> str:
         moved = f"{np.mean([t['random_mean'] for t in ties]):.4f} | {max(t['random_max'] for t in ties):.2f}"
         again = max(t["deterministic_again_max"] for t in ties)
         lines.append(f"| {STATES[state]} | {shares} | {moved} | {again:g} |")
-    return "\n".join(lines + overlap_table([r for r in results if "overlap" in r], p)) + "\n"
+    return "\n".join(lines + overlap_table(results, p)) + "\n"
 
 
 def cell(values) -> str:
@@ -411,9 +419,7 @@ def cell(values) -> str:
 
 
 def overlap_table(results: list[dict], p: Protocol) -> list[str]:
-    """Lines of the table of `Experiment.overlap`; none without results that recorded it."""
-    if not results:
-        return []
+    """Lines of the table of `Experiment.overlap`."""
     seeds = ", ".join(str(r["seed"]) for r in results)
     lines = ["", f"**Overlap of neighbouring queries' selections** ({p.lengths[-1]} tokens, seeds {seeds})", ""]
     lines += ["Union of n consecutive queries' selections, percent of n K; in brackets the union / K.", ""]
@@ -436,11 +442,11 @@ def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
 
     figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 4.4), sharey=True)
     for panel, task in zip(panels, TASKS):
-        for (state, title), mark in zip(STATES.items(), "oPs^Dv"):
+        for state, mark in zip(PLOTTED, "os^Dv"):
             values = np.array([[100 * r["accuracy"][state][task][str(n)] for n in p.lengths] for r in results])
             mean = values.mean(0)
             spread = np.stack([mean - values.min(0), values.max(0) - mean])
-            panel.errorbar(p.lengths, mean, spread, marker=mark, capsize=3, label=title)
+            panel.errorbar(p.lengths, mean, spread, marker=mark, capsize=3, label=STATES[state])
         panel.set_xscale("log", base=2)
         panel.set_xticks(p.lengths, [f"{n}\n{n // p.k}K" for n in p.lengths])
         panel.set(title=task, xlabel="tokens")
@@ -455,7 +461,7 @@ def plot(results: list[dict], p: Protocol, path: pathlib.Path) -> None:
 def main() -> None:
     """Runs the seeds that are not done yet, then writes the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 5])
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="where results go")
     arguments = parser.parse_args()

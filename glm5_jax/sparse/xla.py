@@ -27,20 +27,24 @@ def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int)
     block = -(-s // n_blocks)
     keys, key_segment = (_pad(x, 1, n_blocks * block) for x in (index.k, key_segment))
     widths = sorted({block * -(-n_blocks * i // _WIDTHS) for i in range(1, _WIDTHS + 1)})
+    wide = jnp.promote_types(index.w.dtype, at_least_float32(index.q.dtype))
     choices = [functools.partial(_choose, width=width, k=k, places=min(k, s)) for width in widths]
 
     def choose(x):
-        q, w, rows = x
+        # Tied together, nothing of a chunk is known before its queries are. Otherwise differentiating a loop over layers
+        # moves start values and masks, which no layer changes, out of that loop and keeps them for all chunks: T x S numbers.
+        q, w, rows, masked = jax.lax.optimization_barrier((*x, jnp.asarray(MASKED, wide)))
         visited = 1 + jnp.max(rows.slot) // block
-        scores = _block_scores(q, w, rows, keys, key_segment, block, jnp.clip(visited, 0, n_blocks))
+        scores = jnp.full((*rows.slot.shape, keys.shape[1]), masked)
+        scores = _block_scores(scores, q, w, rows, keys, key_segment, block, jnp.clip(visited, 0, n_blocks))
         return jax.lax.switch(jnp.searchsorted(jnp.array(widths), visited * block), choices, scores)
 
     chunk = _rows_at_once(chunk, rows.slot.shape, 4 * n_blocks * block, _SCORE_BYTES)
     return _join(rows.slot.shape[1], jax.lax.map(choose, _split(chunk, (index.q, index.w, rows))))
 
 
-def _block_scores(q, w, rows: Rows, keys, key_segment, block: int, n_blocks):
-    """Index scores [B,t,S] of the first `n_blocks` blocks of keys, `MASKED` for invisible keys and all others."""
+def _block_scores(scores, q, w, rows: Rows, keys, key_segment, block: int, n_blocks):
+    """`scores` [B,t,S] with those of the first `n_blocks` blocks of keys filled in, `MASKED` for invisible keys."""
 
     def score(j, scores):
         at = j * block
@@ -50,7 +54,6 @@ def _block_scores(q, w, rows: Rows, keys, key_segment, block: int, n_blocks):
         seen = visible(Rows(rows.slot - at, rows.segment), segment)
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.where(seen, total, MASKED), at, axis=2)
 
-    scores = jnp.full((*rows.slot.shape, keys.shape[1]), MASKED, jnp.promote_types(w.dtype, at_least_float32(q.dtype)))
     return jax.lax.fori_loop(0, n_blocks, score, scores)
 
 

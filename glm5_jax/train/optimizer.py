@@ -5,7 +5,7 @@ every other matrix whole, experts one by one. Which dimensions form a matrix is 
 Embedding, head, norms, biases and the router (our choice) take AdamW; the router bias takes no gradient.
 
 The indexer learns from a loss of its own, so its gradient is clipped by a norm of its own: neither loss can shrink the
-other's update.
+other's update. Under sparse attention it may need a higher learning rate than the network, whose change it has to follow.
 """
 
 import dataclasses
@@ -32,11 +32,12 @@ class OptimizerConfig:
     eps: float = 1e-8  # AdamW
     weight_decay: float = 0.1  # decoupled; on matrices, router, embedding and head, never on norms and biases
     clip: float = 1.0  # largest global norm of the gradient: of the indexer by itself, of all other parameters together
+    indexer_rate: float = 1.0  # learning rate of the indexer, in multiples of that of all other parameters
 
     def __post_init__(self):
         for name in ("momentum", "b1", "b2"):
             check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)")
-        for name in ("update_rms", "clip", "eps"):
+        for name in ("update_rms", "clip", "eps", "indexer_rate"):
             check(getattr(self, name) > 0, f"optimizer.{name}={getattr(self, name)}: must be positive")
         check(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay}: must not be negative")
 
@@ -91,20 +92,22 @@ def make_optimizer(
                 p: dimensions[p] if labels[p] == "muon" else optax.MaskedNode() for p in tree
             },
         )
-    groups = {path: clip_group(spec) for path, spec in specs.items()}
+    groups = {path: group_of(spec) for path, spec in specs.items()}
     clips = {group: optax.clip_by_global_norm(cfg.clip) for group in groups.values()}
-    return optax.chain(optax.partition(clips, groups), optax.partition(parts, labels))
+    rates = {"indexer": optax.scale(cfg.indexer_rate), "network": optax.identity()}
+    rates = {group: rates[group] for group in groups.values()}
+    return optax.chain(optax.partition(clips, groups), optax.partition(parts, labels), optax.partition(rates, groups))
 
 
-def clip_group(spec: Spec) -> str:
-    """Which parameters share one norm: "indexer", or "network" for all others (trunk and MTP learn from one loss)."""
+def group_of(spec: Spec) -> str:
+    """Which parameters share a norm and a rate: "indexer", or "network" for all others (trunk and MTP learn from one loss)."""
     return "indexer" if spec.part == "indexer" else "network"
 
 
 def norms(tree: dict, specs: dict[tuple, Spec]) -> dict[str, jax.Array]:
-    """Clip group -> global norm, float32, of a flat dict with the keys of `specs`; groups without parameters are absent."""
-    groups = {clip_group(spec) for spec in specs.values()}
-    return {g: optax.global_norm([tree[p] for p, spec in specs.items() if clip_group(spec) == g]) for g in sorted(groups)}
+    """Group -> global norm, float32, of a flat dict with the keys of `specs`; groups without parameters are absent."""
+    groups = {group_of(spec) for spec in specs.values()}
+    return {g: optax.global_norm([tree[p] for p, spec in specs.items() if group_of(spec) == g]) for g in sorted(groups)}
 
 
 def restart_schedule(opt_state: optax.OptState) -> optax.OptState:
