@@ -21,6 +21,14 @@ def compiler_options() -> dict:
     return {}
 
 
+def target_platform() -> str:
+    """What programs are being compiled for: the described chips of an ahead-of-time compilation, or the default backend."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.device_kind.startswith("TPU"):
+        return "tpu"
+    return jax.default_backend()
+
+
 def jit(function, **arguments):
     """`jax.jit(function, **arguments)` with `compiler_options()`, made at the first call: importing touches no backend.
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from conftest import quick_compile
+from glm5_jax.compiling import target_platform
 from glm5_jax.config import ModelConfig, tiny
 from glm5_jax.errors import UserError
-from glm5_jax.sparse import attention
+from glm5_jax.layers import experts
+from glm5_jax.sparse import attention, xla
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.masks import Rows
 from helpers_tpu import tpu_sharding
@@ -66,7 +68,16 @@ def test_for_a_described_tpu_auto_takes_pallas_or_says_why_not():
             assert attention.implementation("auto", lambda: "too wide") == "xla"
         with pytest.raises(UserError, match="sparse_implementation=pallas: too wide; use xla or auto"):
             attention.implementation("pallas", lambda: "too wide")
+        tpu = platform_choices()
+    cpu = platform_choices()
     assert attention.implementation() == "xla"
+    assert (tpu, cpu) == (("tpu", "ragged", 256 << 20), ("cpu", "blocked", 4 << 20))
+
+
+def platform_choices():
+    """Of code without kernels: the platform, the experts' implementation, bytes of index scores at once."""
+    rows = xla._rows_at_once(1 << 30, (1, 1 << 30), 1, xla._SCORE_BYTES)
+    return target_platform(), experts._choose(None), rows
 
 
 def test_a_jax_without_what_the_kernels_need_is_named(monkeypatch):

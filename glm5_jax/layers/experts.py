@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glm5_jax.compiling import target_platform
 from glm5_jax.config import check
 
 IMPLEMENTATIONS = ("reference", "blocked", "ragged")
@@ -34,7 +35,7 @@ def implementation(backend: str, requested: str | None = None) -> str:
     """The implementation that `experts` takes.
 
     Args:
-      backend: name of the backend as `jax.default_backend()` gives it: "cpu", "tpu", "gpu".
+      backend: name of the backend as `target_platform()` gives it: "cpu", "tpu", "gpu".
       requested: one of `IMPLEMENTATIONS`, or None for the backend's default.
 
     Returns:
@@ -70,8 +71,7 @@ def experts(
       gate: [E, D, F], dtype of x.
       up: [E, D, F], dtype of x.
       down: [E, F, D], dtype of x.
-      implementation: one of `IMPLEMENTATIONS`; None = the default of `jax.default_backend()`. Name it when compiling
-        for a backend that is not the process's own.
+      implementation: one of `IMPLEMENTATIONS`; None = the default of the platform that is compiled for.
 
     Returns:
       [M, D], dtype of x. The sum over the X experts runs in float32 (float64 if x is).
@@ -95,7 +95,7 @@ def block_rows(rows: int, experts: int) -> int:
 
 
 def _choose(requested):
-    return implementation(jax.default_backend(), requested)
+    return implementation(target_platform(), requested)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one program also when called outside jit: the same bits, and fast

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from glm5_jax.compiling import target_platform
 from glm5_jax.config import check
 from glm5_jax.sparse import reference, xla
 from glm5_jax.sparse.indexer import Index
@@ -60,7 +61,8 @@ def attend(
     """Attention of absorbed queries to selected latents, and the indexer's loss if `index` is given.
 
     Args:
-      q: [B,T,N,R+P]. latent: [B,S,R+P], its first R numbers are also the value. selected: int32 [B,T,K] from `select`.
+      q: [B,T,N,R+P]. latent: [B,S,R+P], its first R numbers are also the value. selected: int32 [B,T,K] from `select`:
+        positions, no one twice in a query's K; -1 for none.
       rank: R. scale: factor on q.k. chunk: most queries handled at once. index: what the selection was made from.
     Returns:
       See `Attended`. Gradients reach q and latent through the selected set from `out` only, and `index` from `kl` only.
@@ -92,14 +94,6 @@ def implementation(asked: str = "auto", why_not: Callable[[], str | None] = lamb
     if target_platform() == "tpu":
         warnings.warn(f"sparse attention takes the xla implementation: {reason}", stacklevel=2)
     return "xla"
-
-
-def target_platform() -> str:
-    """What programs are being compiled for: the described chips of an ahead-of-time compilation, or the default backend."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None and described.device_kind.startswith("TPU"):
-        return "tpu"
-    return jax.default_backend()
 
 
 def _no_pallas() -> str | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from glm5_jax.compiling import target_platform
 from glm5_jax.layers.norm import at_least_float32
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.masks import Rows, in_query_blocks, softmax_weights, visible
@@ -49,7 +50,7 @@ def _tiles(t: int, n: int, block: int) -> Tiles:
     On CPU one head's blocks are small for short rows, where more of the scores are never computed and one core does all, and
     large for long ones, so that a product of two blocks is worth sharing among the cores.
     """
-    cpu = jax.default_backend() == "cpu"
+    cpu = target_platform() == "cpu"
     queries = max(1, min(block, 128 if cpu and t < 2048 else 512, t))
     keys = queries * max(1, min(2, t // (4 * queries)))
     return Tiles(queries, keys, 1 if cpu else n)

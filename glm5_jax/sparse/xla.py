@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from glm5_jax.compiling import target_platform
 from glm5_jax.layers.norm import at_least_float32
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.loss import index_kl
@@ -69,7 +70,7 @@ def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Inde
     Each query gathers the latents it selected; on CPU, where a gradient is scattered row by row, all queries read all
     latents through a mask instead, as long as the keys are few.
     """
-    near = jax.default_backend() == "cpu" and latent.shape[1] <= _NEAR * selected.shape[2]
+    near = target_platform() == "cpu" and latent.shape[1] <= _NEAR * selected.shape[2]
     b, s, width = latent.shape
     if near:
         row, room = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * 4, _SCORE_BYTES
@@ -89,7 +90,7 @@ _SCORE_BYTES = (4 << 20, 256 << 20)
 def _rows_at_once(chunk: int, shape, row_bytes: int, room: tuple[int, int]) -> int:
     """Queries of each of the rows of shape [B,T] to take at once: `chunk`, or fewer if each needs `row_bytes` of `room`."""
     b, t = shape
-    room = room[jax.default_backend() != "cpu"]
+    room = room[target_platform() != "cpu"]
     n = max(1, min(chunk, t, room // max(1, b * row_bytes)))
     return 1 << (n.bit_length() - 1)  # a power of two divides most T: nothing needs to be filled up
 
@@ -274,7 +275,7 @@ def _by_batch(fn):
 def _scan(step, carry, xs):
     """jax.lax.scan; on CPU, where a step is too small for all cores, a long loop takes 4 of them a turn if they divide."""
     n = jax.tree.leaves(xs)[0].shape[0]
-    return jax.lax.scan(step, carry, xs, unroll=4 if jax.default_backend() == "cpu" and n >= 16 and n % 4 == 0 else 1)
+    return jax.lax.scan(step, carry, xs, unroll=4 if target_platform() == "cpu" and n >= 16 and n % 4 == 0 else 1)
 
 
 def _map(fn, xs):
