@@ -83,7 +83,7 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """Per layer ("dense" | "moe", owns an indexer). Indexer rule: list > pattern > frequency (model.md 1.1)."""
+        """Per layer ("dense" | "moe", owns an indexer). Indexer rule: list > pattern > frequency."""
         n = self.num_hidden_layers
         if self.indexer_types is not None:
             full = [kind == "full" for kind in self.indexer_types]

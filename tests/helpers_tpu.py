@@ -1,4 +1,4 @@
-"""Compiling for TPUs that are not there: libtpu compiles ahead of time for a described topology (tpu.md section 3.3).
+"""Compiling for TPUs that are not there: libtpu compiles ahead of time for a described topology.
 
 Nothing runs; what a test learns is whether the compiler accepts a program, and the memory it plans.
 """

@@ -1,6 +1,6 @@
 """GLM-5 once more, in numpy float64 with explicit loops, from published tensor names: what tests compare with.
 
-Written from the arithmetic in model.md, expanded form only, one query at a time; shares no code with glm5_jax but the
+Written from the published arithmetic, expanded form only, one query at a time; shares no code with glm5_jax but the
 naming of parameters in `published`.
 """
 

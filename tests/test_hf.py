@@ -434,7 +434,7 @@ def test_a_scale_on_a_plain_tensor_is_refused(broken):
     refused(path, SCALED, "not FP8")
 
 
-# The published tensor list (model.md section 8)
+# The published tensor list
 
 
 def published_tensors(full_layers):

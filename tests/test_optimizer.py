@@ -335,7 +335,7 @@ def test_the_indexer_moves_and_decays_at_its_own_multiple_of_the_rate_and_all_ot
 @pytest.mark.parametrize(
     "field, value",
     [("momentum", 1), ("b1", -0.1), ("b2", 1.0), ("update_rms", 0), ("clip", 0.0), ("eps", 0.0), ("weight_decay", -1),
-     ("indexer_rate", 0)],
+     ("indexer_rate", 0), ("indexer_rate", math.inf), ("update_rms", math.inf), ("weight_decay", math.nan)],
 )
 def test_a_setting_out_of_range_is_named(field, value):
     with pytest.raises(UserError, match=rf"^optimizer\.{field}={value}: must [^\n]+$"):

@@ -154,10 +154,23 @@ def test_rows_that_are_no_positive_multiple_of_a_micro_batch_are_refused(rows):
         BatchPlan(rows, 2, 8)
 
 
+PAIRS = r"^bias_rate=.*: pairs \(tokens, value\), finite and not negative, the tokens rising from 0$"
+
+
 @pytest.mark.parametrize("values", [(), ((5, 1.0),), ((0, 1.0), (0, 2.0)), ((0, 1.0), (9, 2.0), (8, 3.0))])
 def test_token_counts_must_rise_from_zero(values):
-    with pytest.raises(UserError, match=r"^bias_rate=.*: pairs \(tokens, value\), the tokens rising from 0$"):
+    with pytest.raises(UserError, match=PAIRS):
         check_by_tokens("bias_rate", values)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
+def test_a_schedule_by_tokens_is_finite_and_not_negative(bad):
+    for values in (((0, bad),), ((0, 1.0), (bad, 2.0)), ((0, 1.0), (9, bad))):
+        with pytest.raises(UserError, match=PAIRS):
+            check_by_tokens("bias_rate", values)
+    for rows, lengths in ((((0, 2), (bad, 4)), ()), (((0, 2),), ((0, 4), (bad, 8)))):
+        with pytest.raises(UserError, match=r"^(batch_rows|lengths)=.*: pairs "):
+            BatchPlan(rows, 2, 8, lengths)
 
 
 @pytest.mark.parametrize("bad", [dict(peak=0.0), dict(final=-1.0), dict(warmup_steps=-1)])

@@ -12,6 +12,7 @@ import pytest
 
 import glm5_jax
 from conftest import quick_compile
+from glm5_jax.config import tiny
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.train import inherit, loop
@@ -419,7 +420,8 @@ def test_the_stages_chain_and_each_model_fits_the_one_before(tmp_path):
         ),
         (dict(lengths=((0, 128),)), r"lengths=.*: must rise, the last one to data\.seq_len=256"),
         (dict(lengths=((0, 256), (5, 256))), r"lengths=.*: must rise, .*"),
-        (dict(lengths=((5, 256),)), r"lengths=.*: pairs \(tokens, value\), the tokens rising from 0"),
+        (dict(lengths=((5, 256),)), r"lengths=.*: pairs \(tokens, value\), .* the tokens rising from 0"),
+        (dict(model=tiny(dtype="float64")), r"model\.dtype=float64: JAX would compute in float32; set JAX_ENABLE_X64=1"),
         (dict(lengths=((0, 100), (5, 256))), r"lengths=100: must be an integer .* micro_rows=8 x data\.seq_len=256"),
         (dict(lengths=((0, 1), (5, 256))), r"lengths=1: must be an integer of at least 2 .*"),
     ],

@@ -1,6 +1,7 @@
 """The training step: accumulation, rows that count at each depth, balance, router bias, padding, non-finite losses."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -438,7 +439,20 @@ def test_scheduled_rates_follow_the_step_counter_and_steps_compile_once(model, l
     assert programs >= 1 and step._cache_size() == programs
 
 
-@pytest.mark.parametrize("bad", [dict(mtp_steps=-1), dict(balance_weight=-0.1), dict(chunk=0)])
+def test_an_update_that_is_not_finite_is_noticed(model):
+    state, step = start(model)
+    trace = jax.tree.map(lambda x: jnp.full_like(x, 3e38), state.opt_state[0].trace)  # momentum that overflows in a square
+    with quick_compile():
+        state = state._replace(opt_state=(state.opt_state[0]._replace(trace=trace), *state.opt_state[1:]))
+        new, metrics = step(state, packed_batch(ROWS, T))
+    assert np.isfinite(metrics["grad_norm"]) and not np.isfinite(metrics["update_norm"])
+    assert not metrics["finite"]
+    jax.tree.map(np.testing.assert_array_equal, new.params, jax.device_get(split(model)[1]))
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(mtp_steps=-1), dict(balance_weight=-0.1), dict(index_weight=math.inf), dict(chunk=0)]
+)
 def test_a_loss_setting_out_of_range_is_named(bad):
     ((name, value),) = bad.items()
     with pytest.raises(UserError, match=rf"^loss\.{name}={value}: must [^\n]+$"):

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out (model.md section 8).
+"""Hugging Face checkpoints in and out.
 
 One table, derived from the parameters' declarations, names every published tensor and says which slice of which parameter
 it is; it serves loading, saving and the tensor list of a preset. A published matrix is [out, in]; ours is [in..., out...].

@@ -1,4 +1,4 @@
-"""`config.json` of the published checkpoints <-> ModelConfig (model.md section 1).
+"""`config.json` of the published checkpoints <-> ModelConfig.
 
 What the file does not say is not guessed: a missing width or rotary base is an error. `head_dim` is ignored, the released
 5.2 file holds a misleading value there.

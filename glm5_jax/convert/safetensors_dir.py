@@ -1,4 +1,4 @@
-"""Tensors of a safetensors directory, read lazily, FP8 blocks dequantised (model.md section 8).
+"""Tensors of a safetensors directory, read lazily, FP8 blocks dequantised.
 
 The numpy binding of safetensors knows no float8, so files are mapped and read by their header: 8 bytes of length, JSON with
 dtype, shape and byte range of each tensor, then the bytes.

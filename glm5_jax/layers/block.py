@@ -1,4 +1,4 @@
-"""One decoder layer: attention and FFN, each behind a norm and added to the residual (model.md section 2)."""
+"""One decoder layer: attention and FFN, each behind a norm and added to the residual."""
 
 from typing import NamedTuple
 

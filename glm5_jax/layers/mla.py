@@ -1,4 +1,4 @@
-"""Multi-head latent attention with DeepSeek Sparse Attention (paper sections 2.1 and 2.1.1; model.md sections 3 to 5).
+"""Multi-head latent attention with DeepSeek Sparse Attention (paper sections 2.1 and 2.1.1).
 
 One parameter set, two forms. Expanded: keys and values of every head are made from the latent; used in training over all
 keys. Absorbed: the key up-projection moves into the query, so that every head reads the same latent of R + P numbers per

@@ -1,4 +1,4 @@
-"""SwiGLU: the dense FFN of the first layers and the shared expert (model.md sections 2 and 6)."""
+"""SwiGLU: the dense FFN of the first layers and the shared expert."""
 
 import jax
 from flax import nnx

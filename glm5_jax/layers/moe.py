@@ -1,4 +1,4 @@
-"""Sigmoid-routed mixture of experts with a shared expert (paper section 2.1, Table 10; model.md section 6).
+"""Sigmoid-routed mixture of experts with a shared expert (paper section 2.1, Table 10).
 
 The router runs in float32. Its bias only steers the selection; it is moved by the sign of the load error after each step
 (`train/step.py`), never by a gradient. No token is dropped.

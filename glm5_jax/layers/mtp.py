@@ -1,4 +1,4 @@
-"""Multi-token prediction with shared parameters (paper section 2.1; model.md section 7).
+"""Multi-token prediction with shared parameters (paper section 2.1).
 
 One layer, unrolled for any number of steps. At step d, row i joins the embedding of token i + d with the hidden state of
 step d - 1 (step 0 = the trunk after its final norm) and predicts token i + d + 1. What is recycled is the state after

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with float32 statistics (model.md sections 2 and 4)."""
+"""RMSNorm and LayerNorm with float32 statistics."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rotary position embedding, interleaved or half-split (model.md sections 3 and 4).
+"""Rotary position embedding, interleaved or half-split.
 
 The main attention rotates pairs (0,1), (2,3), ...; the indexer does so when `indexer_rope_interleave` is set (GLM), else
 it rotates (j, j + P/2) (DeepSeek-V3.2).

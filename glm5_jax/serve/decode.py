@@ -1,4 +1,4 @@
-"""Generation with a latent cache: R + P numbers a token and layer, plus index keys (model.md sections 3, 4 and 11)."""
+"""Generation with a latent cache: R + P numbers a token and layer, plus index keys."""
 
 import dataclasses
 import functools

@@ -39,7 +39,7 @@ def sparse_attention(
 
 
 def select(index: Index, rows: Rows, key_segment, k: int, chunk: int, asked: str = "auto") -> jax.Array:
-    """The k best visible keys of each query (model.md section 4).
+    """The k best visible keys of each query.
 
     Args:
       index: what scores are made from. rows: where the queries stand. key_segment: int32 [B,S], documents of the keys,

@@ -1,7 +1,7 @@
 """Attention over all visible keys, in blocks: memory linear in T.
 
 `dense` takes expanded heads (training), `dense_kl` is the indexer's loss over the same keys (warm-up). `dense_latent` takes
-the absorbed form, in which all heads read one latent key of width R + P per token (model.md section 3; serving).
+the absorbed form, in which all heads read one latent key of width R + P per token (serving).
 
 Scores stand keys by queries in `dense`: on CPU, sums over keys then run over whole vectors, and no product has to turn the
 scores around first.

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek Sparse Attention (paper section 2.1.1; model.md section 4).
+"""The lightning indexer of DeepSeek Sparse Attention (paper section 2.1.1).
 
 I_{t,s} = sum_h w_{t,h} * ReLU(q_{t,h} . k_s * J^-0.5), float32. It reads the layer's input and the normalised query
 latent, both detached: the LM loss never trains it.

@@ -1,4 +1,4 @@
-"""The indexer's loss: KL from the attention it serves to the softmax of its scores (paper section 2.1.2; model.md section 11).
+"""The indexer's loss: KL from the attention it serves to the softmax of its scores (paper section 2.1.2).
 
 L_I = KL(p || softmax(I)) per query, with p the attention probabilities summed over heads and L1-normalised. Dense warm-up
 takes it over all visible keys, the sparse stage over the selected ones. p is a constant: only the indexer learns from it.

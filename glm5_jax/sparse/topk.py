@@ -1,4 +1,4 @@
-"""Exact, deterministic top-k over index scores (model.md section 4).
+"""Exact, deterministic top-k over index scores.
 
 Ties go to the lowest position: ReLU makes exact 0.0 scores common, and a selection that differs between rollout and
 trainer makes RL collapse (paper section 3.2).

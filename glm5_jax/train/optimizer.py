@@ -5,10 +5,12 @@ every other matrix whole, experts one by one. Which dimensions form a matrix is 
 Embedding, head, norms, biases and the router (our choice) take AdamW; the router bias takes no gradient.
 
 The indexer learns from a loss of its own, so its gradient is clipped by a norm of its own: neither loss can shrink the
-other's update. Under sparse attention it may need a higher learning rate than the network, whose change it has to follow.
+other's update. Under sparse attention it needs a higher learning rate than the network, whose changes it has to follow
+(experiments/dsa_adaptation).
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -37,9 +39,10 @@ class OptimizerConfig:
     def __post_init__(self):
         for name in ("momentum", "b1", "b2"):
             check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)")
-        for name in ("update_rms", "clip", "eps", "indexer_rate"):
-            check(getattr(self, name) > 0, f"optimizer.{name}={getattr(self, name)}: must be positive")
-        check(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay}: must not be negative")
+        for name in ("update_rms", "eps", "indexer_rate"):
+            check(0 < getattr(self, name) < math.inf, f"optimizer.{name}={getattr(self, name)}: must be positive and finite")
+        check(self.clip > 0, f"optimizer.clip={self.clip}: must be positive")  # inf = no clipping
+        check(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay={self.weight_decay}: must be finite, not negative")
 
 
 def decays(spec: Spec) -> bool:
@@ -70,9 +73,6 @@ def make_optimizer(
     decay = {path: decays(spec) for path, spec in specs.items()}
     labels = {path: "adamw" if dims is None else "muon" for path, dims in dimensions.items()}
 
-    def only(kind, tree):
-        return {path: value for path, value in tree.items() if labels[path] == kind}
-
     def masked(kind):  # the decay mask in the structure that `optax.partition` hands to each part
         return lambda tree: {p: (decay[p] if labels[p] == kind else optax.MaskedNode()) for p in tree}
 
@@ -81,7 +81,7 @@ def make_optimizer(
             learning_rate, cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=masked("adamw")
         )
     }
-    if only("muon", labels):
+    if "muon" in labels.values():
         parts["muon"] = muon(
             learning_rate,
             beta=cfg.momentum,
@@ -93,10 +93,9 @@ def make_optimizer(
             },
         )
     groups = {path: group_of(spec) for path, spec in specs.items()}
-    clips = {group: optax.clip_by_global_norm(cfg.clip) for group in groups.values()}
-    rates = {"indexer": optax.scale(cfg.indexer_rate), "network": optax.identity()}
-    rates = {group: rates[group] for group in groups.values()}
-    return optax.chain(optax.partition(clips, groups), optax.partition(parts, labels), optax.partition(rates, groups))
+    clips = {group: optax.clip_by_global_norm(cfg.clip) for group in ("indexer", "network")}
+    factors = {"indexer": optax.scale(cfg.indexer_rate), "network": optax.identity()}
+    return optax.chain(optax.partition(clips, groups), optax.partition(parts, labels), optax.partition(factors, groups))
 
 
 def group_of(spec: Spec) -> str:

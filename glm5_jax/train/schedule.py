@@ -145,9 +145,8 @@ def by_step(values: ByTokens, plan: BatchPlan, name: str) -> Callable[[jax.Array
 
 
 def check_by_tokens(name: str, values: ByTokens) -> None:
-    """Raises UserError unless the token counts start at 0 and rise."""
+    """Raises UserError unless the token counts start at 0 and rise, and all numbers are finite, none negative."""
     starts = [tokens for tokens, _ in values]
-    check(
-        bool(starts) and starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:])),
-        f"{name}={values}: pairs (tokens, value), the tokens rising from 0",
-    )
+    rising = bool(starts) and starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:]))
+    usable = all(math.isfinite(number) and number >= 0 for pair in values for number in pair)
+    check(rising and usable, f"{name}={values}: pairs (tokens, value), finite and not negative, the tokens rising from 0")

@@ -4,11 +4,14 @@
 
 The stages of one model, each starting from the run before it: tiny -> midtrain -> dsa_warmup -> dsa_sparse. They are one loop
 under different settings: what trains (`freeze`), by which loss (`loss`), at which row lengths, from which parameters.
-Tokens seen count from the start of each run; MTP weight and router-bias rate are those that the paper has reached by then.
+Tokens seen count from the start of each run, and each takes the corpus in an order of its own (`data.seed`; every row length
+of a run adds 1); MTP weight and router-bias rate are those that the paper has reached by then.
 """
 
 import dataclasses
 from typing import Literal
+
+import jax
 
 from glm5_jax import config as models
 from glm5_jax.config import ModelConfig, check
@@ -82,6 +85,10 @@ class TrainConfig:
             set(self.freeze) < {"trunk", "indexer", "mtp"} and len(set(self.freeze)) == len(self.freeze),
             f"freeze={self.freeze}: some of trunk, indexer and mtp, not all",
         )
+        check(
+            self.model.dtype != "float64" or jax.config.jax_enable_x64,
+            "model.dtype=float64: JAX would compute in float32; set JAX_ENABLE_X64=1",
+        )
         _check_indexer(self.freeze, self.loss.index_weight)
         check_by_tokens("mtp_weight", self.mtp_weight)
         check_by_tokens("bias_rate", self.bias_rate)
@@ -144,7 +151,7 @@ def midtrain() -> TrainConfig:
     """
     return TrainConfig(
         model=models.tiny(attention="dense", rope_theta=1e6),
-        data=DataConfig(tokenizer="bpe:2048", seq_len=2048, packing="best_fit", held_out=0.01),
+        data=DataConfig(tokenizer="bpe:2048", seq_len=2048, packing="best_fit", held_out=0.01, seed=1),
         lr=LearningRate("linear", peak=0.001, final=0.00025, warmup_steps=0),
         loss=LossConfig(mtp_steps=1),
         checkpoint=CheckpointConfig(every=50),
@@ -166,6 +173,7 @@ def dsa_warmup() -> TrainConfig:
     """
     return dataclasses.replace(
         midtrain(),
+        data=dataclasses.replace(midtrain().data, seed=4),
         lr=LearningRate("linear", peak=0.005, final=0.0002, warmup_steps=0),
         loss=LossConfig(mtp_steps=1, index_weight=1.0),
         freeze=("trunk", "mtp"),
@@ -186,6 +194,7 @@ def dsa_sparse() -> TrainConfig:
     return dataclasses.replace(
         midtrain(),
         model=models.tiny(attention="sparse", rope_theta=1e6),
+        data=dataclasses.replace(midtrain().data, seed=5),
         lr=LearningRate("constant", peak=0.00025, warmup_steps=0),
         loss=LossConfig(mtp_steps=1, index_weight=1.0),
         freeze=(),

@@ -7,6 +7,7 @@ only, and nothing else reaches them.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,8 +43,9 @@ class LossConfig:
 
     def __post_init__(self):
         check(self.mtp_steps >= 0, f"loss.mtp_steps={self.mtp_steps}: must not be negative")
-        check(self.balance_weight >= 0, f"loss.balance_weight={self.balance_weight}: must not be negative")
-        check(self.index_weight >= 0, f"loss.index_weight={self.index_weight}: must not be negative")
+        for name in ("balance_weight", "index_weight"):
+            value = getattr(self, name)
+            check(0 <= value < math.inf, f"loss.{name}={value}: must be finite and not negative")
         check(self.chunk >= 1, f"loss.chunk={self.chunk}: must be at least 1")
 
 
@@ -120,7 +122,7 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
 
 
 def index_loss(cfg: ModelConfig, aux: list, steps: list, batch: dict, counts: dict) -> jax.Array:
-    """Mean over indexers of the mean KL of the layers each one serves (IndexShare: paper of GLM-5.2; model.md section 5).
+    """Mean over indexers of the mean KL of the layers each one serves (IndexShare: paper of GLM-5.2).
 
     A query counts where it has a next token to predict, as in the LM loss: padding and masked targets do not.
 
@@ -213,8 +215,8 @@ def make_step(
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
     """The step function; jit it with the state donated.
 
-    A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were and says so in
-    metrics["finite"]; the caller decides whether to go on.
+    A step whose loss, gradient norm or update norm is not finite leaves parameters and optimizer state as they were and
+    says so in metrics["finite"]; the caller decides whether to go on.
 
     A frozen part does not change by a bit, its router biases included.
 
@@ -235,10 +237,11 @@ def make_step(
         loss, parts, grads = gradients(graphdef, train, frozen, batch, mtp_weight, cfg)
         updates, opt_state = optimizer.update(grads, state.opt_state, train)
         grad_norms = _named_norms("grad_norm", grads, trainable)
-        finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.stack(list(grad_norms.values()))))
+        update_norms = _named_norms("update_norm", updates, trainable)
+        finite = jnp.all(jnp.isfinite(jnp.stack([loss, *grad_norms.values(), *update_norms.values()])))
         new = params | optax.apply_updates(train, updates)
         load = parts.pop("load")
-        metrics = parts | grad_norms | _named_norms("update_norm", updates, trainable)
+        metrics = parts | grad_norms | update_norms
         metrics |= {"loss": loss, "finite": finite, "mtp_weight": mtp_weight}
         if load is not None:
             moved = move_router_bias(new, load, rates.bias_rate(state.step))

@@ -6,7 +6,7 @@ One program handles a block of queries, in three passes over the keys that any o
 2. threshold: the K-th largest of each query by bisection over the 32 bits, a counting pass each.
 3. compact: positions above the threshold, and the lowest of those equal to it, are packed in ascending order.
 
-Mosaic has neither sort nor cumulative sum, and indexes nothing wider than a vector register (tpu.md section 3.2). So
+Mosaic has neither sort nor cumulative sum, and indexes nothing wider than a vector register. So
 ranks within a register are a product with a triangular matrix of ones, and what stands in a place of the answer is
 found by bisection over the ranks, with lookups inside the register.
 

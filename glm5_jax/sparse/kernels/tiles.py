@@ -1,7 +1,7 @@
 """What the attention kernels read: lists of the keys that a tile of neighbouring queries selected, and rows with those keys.
 
-Neighbouring queries select many of the same keys, so each key that at least one query of a tile selected is fetched once
-(tpu.md section 5). A list entry is `position << SHIFT | word`; bit i of the word says that query i of the tile selected it.
+Neighbouring queries select many of the same keys, so each key that at least one query of a tile selected is fetched once.
+A list entry is `position << SHIFT | word`; bit i of the word says that query i of the tile selected it.
 """
 
 from typing import NamedTuple
