@@ -76,8 +76,19 @@ def test_for_a_described_tpu_auto_takes_pallas_or_says_why_not():
 
 def platform_choices():
     """Of code without kernels: the platform, the experts' implementation, bytes of index scores at once."""
-    rows = xla._rows_at_once(1 << 30, (1, 1 << 30), 1, xla._SCORE_BYTES)
+    rows = xla._queries_at_once(1 << 30, (1, 1 << 30), 1, xla._SCORE_BYTES)
     return target_platform(), experts._choose(None), rows
+
+
+def test_what_a_network_takes_is_known_before_anything_is_traced(monkeypatch):
+    narrow, wide = tiny(dtype="bfloat16"), tiny(dtype="bfloat16", kv_lora_rank=1024)
+    assert attention.implementation_of(narrow, 2, 512) == "xla"
+    monkeypatch.setattr(attention, "target_platform", lambda: "tpu")
+    assert attention.implementation_of(narrow, 2, 512) == "pallas"
+    with pytest.warns(UserWarning, match="takes the xla implementation: 4 heads of width 1040 are more than there is room for"):
+        assert attention.implementation_of(wide, 2, 512) == "xla"
+    with pytest.raises(UserError, match="sparse_implementation=pallas: 4 heads of width 1040 .*; use xla or auto"):
+        attention.implementation_of(tiny(kv_lora_rank=1024, sparse_implementation="pallas"), 2, 512)
 
 
 def test_a_jax_without_what_the_kernels_need_is_named(monkeypatch):

@@ -25,7 +25,7 @@ SHAPES = {  # B, T, S, K
 @pytest.fixture(params=["gathered", "all through a mask"])
 def reading(request, monkeypatch):
     """How queries read keys."""
-    monkeypatch.setattr(xla, "_NEAR", 0 if request.param == "gathered" else 1000)
+    monkeypatch.setattr(xla, "_ALL_KEYS_UP_TO", 0 if request.param == "gathered" else 1000)
 
 
 def draw(rng, *shape):

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from glm5_jax.compiling import target_platform
-from glm5_jax.config import check
+from glm5_jax.config import ModelConfig, check
 from glm5_jax.sparse import reference, xla
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.masks import Rows
@@ -94,6 +95,23 @@ def implementation(asked: str = "auto", why_not: Callable[[], str | None] = lamb
     if target_platform() == "tpu":
         warnings.warn(f"sparse attention takes the xla implementation: {reason}", stacklevel=2)
     return "xla"
+
+
+def implementation_of(cfg: ModelConfig, rows: int, tokens: int) -> str:
+    """What a network takes for `rows` rows of `tokens` tokens, known before anything is traced; see `implementation`."""
+
+    def array(*shape, dtype=cfg.dtype):
+        return jax.ShapeDtypeStruct((rows, tokens, *shape), jnp.dtype(dtype))
+
+    width, k = cfg.kv_lora_rank + cfg.qk_rope_head_dim, min(cfg.index_topk, tokens)
+    q, latent = array(cfg.num_attention_heads, width), array(width)
+    heads, index_width = cfg.index_n_heads, cfg.index_head_dim
+    index = Index(array(heads, index_width), array(index_width), array(heads, dtype="float32"))
+
+    def why_not():
+        return _kernels("select").why_not(index, k) or _kernels("attend").why_not(q, latent, index, k)
+
+    return implementation(cfg.sparse_implementation, why_not)
 
 
 def _no_pallas() -> str | None:

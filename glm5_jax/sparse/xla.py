@@ -13,8 +13,13 @@ from glm5_jax.sparse.masks import Rows, visible
 from glm5_jax.sparse.reference import Attended
 from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_filtered
 
-_KEY_BLOCK = 2048  # keys whose scores are computed at once
+_KEY_BLOCK = 2048  # keys whose scores, of all index heads, exist at once
 _WIDTHS = 8  # selections are made among the first 1/8, 2/8, .. of the keys, as many as a chunk's queries can see
+_FILTERED_FROM = 8  # times K: with fewer keys, filtering them before the top-k costs more than it saves
+_ALL_KEYS_UP_TO = 4  # times K, on CPU: with more keys, reading all of them takes longer than gathering K
+# What a chunk may fill with the latents it gathers, or with scores: (a CPU's cache, a small part of another memory), bytes.
+_GATHERED_BYTES = (3 << 19, 256 << 20)
+_SCORE_BYTES = (4 << 20, 256 << 20)
 
 
 def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int) -> jax.Array:
@@ -40,7 +45,7 @@ def select(index: Index, rows: Rows, key_segment: jax.Array, k: int, chunk: int)
         scores = _block_scores(scores, q, w, rows, keys, key_segment, block, jnp.clip(visited, 0, n_blocks))
         return jax.lax.switch(jnp.searchsorted(jnp.array(widths), visited * block), choices, scores)
 
-    chunk = _rows_at_once(chunk, rows.slot.shape, 4 * n_blocks * block, _SCORE_BYTES)
+    chunk = _queries_at_once(chunk, rows.slot.shape, 4 * n_blocks * block, _SCORE_BYTES)
     return _join(rows.slot.shape[1], jax.lax.map(choose, _split(chunk, (index.q, index.w, rows))))
 
 
@@ -60,7 +65,7 @@ def _block_scores(scores, q, w, rows: Rows, keys, key_segment, block: int, n_blo
 
 def _choose(scores, width: int, k: int, places: int):
     """Selection among the first `width` keys, int32 [B,t,places]."""
-    best = select_top_k_filtered if width >= 8 * k else select_top_k
+    best = select_top_k_filtered if width >= _FILTERED_FROM * k else select_top_k
     return _pad(best(scores[..., :width], k), 2, places, fill=-1)[..., :places]
 
 
@@ -70,43 +75,37 @@ def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Inde
     Each query gathers the latents it selected; on CPU, where a gradient is scattered row by row, all queries read all
     latents through a mask instead, as long as the keys are few.
     """
-    near = target_platform() == "cpu" and latent.shape[1] <= _NEAR * selected.shape[2]
-    b, s, width = latent.shape
-    if near:
-        row, room = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * 4, _SCORE_BYTES
+    all_keys = target_platform() == "cpu" and latent.shape[1] <= _ALL_KEYS_UP_TO * selected.shape[2]
+    s, width = latent.shape[1:]
+    if all_keys:
+        query_bytes, budget = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * 4, _SCORE_BYTES
     else:
-        row, room = selected.shape[2] * width * latent.dtype.itemsize, _GATHERED_BYTES
-    chunk = _rows_at_once(chunk, selected.shape[:2], row, room)
-    out, top, kl = _attend(rank, scale, chunk, near, q, latent, selected, index)
+        query_bytes, budget = selected.shape[2] * width * latent.dtype.itemsize, _GATHERED_BYTES
+    chunk = _queries_at_once(chunk, selected.shape[:2], query_bytes, budget)
+    out, top, kl = _attend(rank, scale, chunk, all_keys, q, latent, selected, index)
     return Attended(out, jax.lax.stop_gradient(top), kl)
 
 
-_NEAR = 4  # times K: with more keys, reading all of them takes longer than gathering K
-# What a chunk may fill with the latents it gathers, or with scores: (a CPU's cache, a small part of another memory).
-_GATHERED_BYTES = (3 << 19, 256 << 20)
-_SCORE_BYTES = (4 << 20, 256 << 20)
-
-
-def _rows_at_once(chunk: int, shape, row_bytes: int, room: tuple[int, int]) -> int:
-    """Queries of each of the rows of shape [B,T] to take at once: `chunk`, or fewer if each needs `row_bytes` of `room`."""
+def _queries_at_once(chunk: int, shape, query_bytes: int, budget: tuple[int, int]) -> int:
+    """Queries to take at once of each row of [B,T]: `chunk`, or as many as `budget` has room for at `query_bytes` each."""
     b, t = shape
-    room = room[target_platform() != "cpu"]
-    n = max(1, min(chunk, t, room // max(1, b * row_bytes)))
+    budget = budget[target_platform() != "cpu"]
+    n = max(1, min(chunk, t, budget // max(1, b * query_bytes)))
     return 1 << (n.bit_length() - 1)  # a power of two divides most T: nothing needs to be filled up
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(rank, scale, chunk, near, q, latent, selected, index):
+def _attend(rank, scale, chunk, all_keys, q, latent, selected, index):
     """(out, largest logit, kl or None) of `reference.attend`."""
-    return _forward(rank, scale, chunk, near, q, latent, selected, index)[0]
+    return _forward(rank, scale, chunk, all_keys, q, latent, selected, index)[0]
 
 
-def _forward(rank, scale, chunk, near, q, latent, selected, index):
-    keys_of, index_keys_of = _reader(latent, near), _reader(index and index.k, near)
+def _forward(rank, scale, chunk, all_keys, q, latent, selected, index):
+    keys_of, index_keys_of = _reader(latent, all_keys), _reader(index and index.k, all_keys)
 
     def attend(x):
         q, selected, index_q, w = x
-        keys, keep = keys_of(selected), _keep(selected, latent.shape[1], near)
+        keys, keep = keys_of(selected), _keep(selected, latent.shape[1], all_keys)
         scores = _products(q, keys) * scale
         p, lse, top = _softmax(scores, keep[:, :, None])
         # A key is multiplied whole and what is no value cut off: cheaper than a copy of the value.
@@ -115,7 +114,7 @@ def _forward(rank, scale, chunk, near, q, latent, selected, index):
         if index is not None:
             _, chosen = _index_scores(index_q, index_keys_of(selected), w)
             kl = index_kl(jnp.mean(p, axis=2), chosen, keep)
-        if near:  # what is NaN in lse is NaN in the gradients of the query
+        if all_keys:  # what is NaN in lse is NaN in the gradients of the query
             out, lse, top, kl = (_spoil(x, keep, latent) for x in (out, lse, top, kl))
             kl = _spoil(kl, keep, index and index.k)
         return (out, lse, kl), jnp.max(top, initial=MASKED / 2)
@@ -126,15 +125,15 @@ def _forward(rank, scale, chunk, near, q, latent, selected, index):
     return (out, jnp.max(top, initial=MASKED / 2), kl), (q, latent, selected, index, out, lse)
 
 
-def _backward(rank, scale, chunk, near, saved, cotangents):
+def _backward(rank, scale, chunk, all_keys, saved, cotangents):
     q, latent, selected, index, out, lse = saved
     d_out, _, d_kl = cotangents
-    keys_of, index_keys_of = _reader(latent, near), _reader(index and index.k, near)
-    add = (lambda sums, _, values: sums + values) if near else _scatter_add
+    keys_of, index_keys_of = _reader(latent, all_keys), _reader(index and index.k, all_keys)
+    add = (lambda sums, _, values: sums + values) if all_keys else _scatter_add
 
     def step(sums, x):
         q, selected, lse, out, d_out, index_q, w, d_kl = x
-        keys, keep = keys_of(selected), _keep(selected, latent.shape[1], near)
+        keys, keep = keys_of(selected), _keep(selected, latent.shape[1], all_keys)
         inner = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1)
         # A latent is key and value: what reads it as one and as the other, side by side, takes one product.
         n, rest = q.shape[2], q.shape[3] - rank
@@ -145,12 +144,12 @@ def _backward(rank, scale, chunk, near, saved, cotangents):
         p, d_scores = jax.lax.optimization_barrier((p, d_scores))  # or XLA computes them again for every use
         d_q = jnp.einsum(f"btnk,{_axes(keys)}r->btnr", d_scores.astype(q.dtype), keys)
         weights = jnp.concatenate([d_scores, p], axis=2).astype(q.dtype)
-        if near:  # a weight is NaN where a reader is not finite, or 0
+        if all_keys:  # a reader that is not finite has weight NaN for keys it selected, 0 for others, and 0 * NaN is NaN
             readers = jnp.where(jnp.isfinite(readers), readers, 0)
         sums[0] = add(sums[0], selected, _dot(f"btnk,btnr->{_axes(keys)}r", weights, readers))
         if index is None:
             return sums, (d_q,)
-        if near:
+        if all_keys:
             d_kl = _spoil(d_kl, keep, index.k)
         d_index_q, d_index_keys, d_w = _index_gradients(index_q, index_keys_of(selected), w, jnp.mean(p, axis=2), keep, d_kl)
         sums[1] = add(sums[1], selected, d_index_keys)
@@ -201,7 +200,7 @@ def _index_gradients(q, keys, w, target, keep, d_kl):
 
 
 def _softmax(scores, mask):
-    """Softmax over the last axis where mask holds, its logarithmic sum, and its largest score, the latter two without that
+    """Softmax over the last axis where mask holds, its log-sum-exp, and its largest score, the latter two without that
     axis. Where nothing holds they are 0, `MASKED`/2 and `MASKED`/2."""
     scores = jnp.where(mask, scores, MASKED)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), MASKED / 2)
@@ -215,14 +214,14 @@ def _dot(spec, x, y):
     return jnp.einsum(spec, x, y, preferred_element_type=at_least_float32(x.dtype))
 
 
-def _reader(rows, near: bool):
+def _reader(rows, all_keys: bool):
     """A function from positions [B,t,K] to the rows, of rows [B,S,...], that their queries read.
 
-    Gathered [B,t,K,...], zeros for -1, and nothing else read; or, near, all rows, those that are not finite as zeros.
+    Gathered [B,t,K,...], zeros for -1, and nothing else read; or if all_keys [B,S,...], those not finite as zeros.
     """
     if rows is None:
         return None
-    if near:
+    if all_keys:
         rows = jnp.where(_finite(rows)[..., None], rows, 0)  # or 0 * NaN would leak out of what was not selected
         return lambda at: rows
     s = rows.shape[1]
@@ -231,11 +230,12 @@ def _reader(rows, near: bool):
     return lambda at: read(rows, jnp.where(at < 0, s, at))
 
 
-def _keep(selected, s: int, near: bool):
-    """Which of the keys that a query reads it has selected, bool [B,t,K], or [B,t,S] if near."""
-    if not near:
+def _keep(selected, s: int, all_keys: bool):
+    """Which of the keys that a query reads it has selected, bool [B,t,K], or [B,t,S] if all_keys."""
+    if not all_keys:
         return selected >= 0
-    # One bit a key in words of 32: a query's K positions are compared with S/32 words instead of S places.
+    # One bit a key in words of 32: a query's K positions are compared with S/32 words instead of S places. The sum is an
+    # OR, since no position comes twice; -1 lies in no word.
     at = selected[:, :, None]
     bit = jnp.uint32(1) << (at & 31).astype(jnp.uint32)
     here = at >> 5 == jnp.arange(-(-s // 32))[:, None]
@@ -273,7 +273,10 @@ def _by_batch(fn):
 
 
 def _scan(step, carry, xs):
-    """jax.lax.scan; on CPU, where a step is too small for all cores, a long loop takes 4 of them a turn if they divide."""
+    """jax.lax.scan; on CPU, where a step is too small for all cores, a long loop takes 4 of them a turn.
+
+    If 4 divide it: what is left over would be a second copy of the program.
+    """
     n = jax.tree.leaves(xs)[0].shape[0]
     return jax.lax.scan(step, carry, xs, unroll=4 if target_platform() == "cpu" and n >= 16 and n % 4 == 0 else 1)
 
