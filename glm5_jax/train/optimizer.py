@@ -5,8 +5,8 @@ every other matrix whole, experts one by one. Which dimensions form a matrix is 
 Embedding, head, norms, biases and the router (our choice) take AdamW; the router bias takes no gradient.
 
 The indexer learns from a loss of its own, so its gradient is clipped by a norm of its own: neither loss can shrink the
-other's update. Under sparse attention it needs a higher learning rate than the network, whose changes it has to follow
-(experiments/dsa_adaptation).
+other's update. Under sparse attention, small models need a higher learning rate for it than for the network, whose changes
+it has to follow (experiments/dsa_adaptation).
 """
 
 import dataclasses
