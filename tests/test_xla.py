@@ -43,16 +43,29 @@ def inputs(b, t, s, k, seed=0):
     return draw(rng, b, t, N, R + P), draw(rng, b, s, R + P), jnp.asarray(selected), index
 
 
-def weighted(attend, selected, with_index=True, seed=1):
-    """A scalar of (q, latent, index) in which every output has its own weight, and the outputs."""
+@functools.cache
+def compiled(attend, chunk, with_index, all_keys_up_to):
+    """See `run`; `all_keys_up_to` tells apart what was traced under different settings."""
+    attend = attend if chunk is None else functools.partial(attend, chunk=chunk)
 
-    def total(q, latent, index):
-        rng = np.random.default_rng(seed)
+    def total(q, latent, index, selected):
+        rng = np.random.default_rng(1)
         a = attend(q, latent, selected, R, 0.3, index=index if with_index else None)
         value = jnp.sum(a.out * draw(rng, *a.out.shape))
         return value + (jnp.sum(a.kl * draw(rng, *a.kl.shape)) if with_index else 0), a
 
     return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+
+
+def run(chunk, q, latent, index, selected, with_index=True):
+    """((scalar in which every output has its own weight, outputs), gradients by q, latent and index) in chunks of queries."""
+    return compiled(xla.attend, chunk, with_index, xla._ALL_KEYS_UP_TO)(q, latent, index, selected)
+
+
+def definition(q, latent, index, selected, with_index=True):
+    """As `run`, by the reference."""
+    with quick_compile():
+        return compiled(reference.attend, None, with_index, None)(q, latent, index, selected)
 
 
 def as_dtype(dtype, q, latent, index):
@@ -74,8 +87,8 @@ def close(got, expected, tolerance):
 def test_attention_and_its_gradients_equal_the_definition_in_float64(shape, chunk, with_index, reading):
     with jax.enable_x64(True):
         q, latent, selected, index = inputs(*SHAPES[shape])
-        got = weighted(functools.partial(xla.attend, chunk=chunk), selected, with_index)(q, latent, index)
-        close(got, weighted(reference.attend, selected, with_index)(q, latent, index), 1e-13)
+        given = (q, latent, index, selected, with_index)
+        close(run(chunk, *given), definition(*given), 1e-13)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 2e-2)])
@@ -83,9 +96,9 @@ def test_attention_in_narrow_types_is_near_the_definition_in_float64(dtype, tole
     with jax.enable_x64(True):
         q, latent, selected, index = inputs(*SHAPES["uneven"])
         narrow = as_dtype(dtype, q, latent, index)
-        (_, a), grads = weighted(functools.partial(xla.attend, chunk=4), selected)(*narrow)
+        (_, a), grads = run(4, *narrow, selected)
         assert a.out.dtype == dtype and a.kl.dtype == jnp.float32 and [g.dtype for g in grads[:2]] == [dtype] * 2
-        (_, b), expected = weighted(reference.attend, selected)(*as_dtype("float64", *narrow))
+        (_, b), expected = definition(*as_dtype("float64", *narrow), selected)
         close((a, grads), (b, expected), tolerance)
 
 
@@ -95,10 +108,9 @@ def test_rows_that_no_one_selected_may_hold_anything(poison, reading):
     q, latent, index = as_dtype("float32", q, latent, index)
     unread = np.array([[not (row == s).any() for s in range(40)] for row in np.asarray(selected)])
     assert unread[:, -1].any() and unread[:, 0].any()  # what -1 could wrap to, and what a clipped -1 would read
-    run = weighted(functools.partial(xla.attend, chunk=4), selected)
-    clean = run(q, latent, index)
+    clean = run(4, q, latent, index, selected)
     dirty_index = index._replace(k=jnp.where(unread[..., None], poison, index.k))
-    dirty = run(q, jnp.where(unread[..., None], poison, latent), dirty_index)
+    dirty = run(4, q, jnp.where(unread[..., None], poison, latent), dirty_index, selected)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     assert not np.asarray(clean[1][1])[unread].any()
 
@@ -140,8 +152,8 @@ def spoil(case, q, latent, index, selected):
 def test_what_is_not_finite_spreads_as_in_the_definition(case, reading):
     q, latent, selected, index = inputs(1, 5, 40, 6, seed=4)
     given = spoil(case, *as_dtype("float32", q, latent, index), selected)
-    (_, got), got_grads = weighted(functools.partial(xla.attend, chunk=8), selected)(*given)
-    (_, expected), grads = weighted(reference.attend, selected)(*given)
+    (_, got), got_grads = run(8, *given, selected)
+    (_, expected), grads = definition(*given, selected)
     finite = lambda tree: [np.isfinite(x) for x in jax.tree.leaves(tree)]  # noqa: E731
     for a, b in zip(finite((got.out, got.kl, got_grads[:2])), finite((expected.out, expected.kl, grads[:2])), strict=True):
         np.testing.assert_array_equal(a.all(-1), b.all(-1))
@@ -153,7 +165,7 @@ def test_what_is_not_finite_spreads_as_in_the_definition(case, reading):
 def test_an_empty_selection_gives_zeros_and_no_gradient(reading):
     q, latent, selected, index = inputs(1, 5, 7, 3)
     q, latent, index = as_dtype("float32", q, latent, index)
-    (_, a), grads = weighted(functools.partial(xla.attend, chunk=2), jnp.full_like(selected, -1))(q, latent, index)
+    (_, a), grads = run(2, q, latent, index, jnp.full_like(selected, -1))
     assert not np.asarray(a.out).any() and not np.asarray(a.kl).any() and a.max_logit < -1e29
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
 
