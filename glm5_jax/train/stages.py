@@ -188,7 +188,9 @@ def dsa_sparse() -> TrainConfig:
 
     The indexer learns from its KL over the selected keys, the rest from the LM loss; each gradient is clipped by its own norm.
     GLM-5: 20B tokens of mid-training data at 202,752, learning rate constant at 1e-5, where mid-training ended; the weight
-    of the KL is not stated (1 here: Muon and AdamW do not depend on the scale of a gradient that no other one is added to).
+    of the KL is not stated (1 here: Muon and AdamW do not depend on the scale of a gradient that no other one is added to), nor
+    whether the indexer shares that rate. Here it learns 10 times as fast, or it may lose the network it follows
+    (experiments/dsa_adaptation).
     A frozen indexer, as in RL: --freeze indexer --loss.index-weight 0.
     """
     return dataclasses.replace(
@@ -196,6 +198,7 @@ def dsa_sparse() -> TrainConfig:
         model=models.tiny(attention="sparse", rope_theta=1e6),
         data=dataclasses.replace(midtrain().data, seed=5),
         lr=LearningRate("constant", peak=0.00025, warmup_steps=0),
+        optimizer=OptimizerConfig(indexer_rate=10.0),
         loss=LossConfig(mtp_steps=1, index_weight=1.0),
         freeze=(),
         init=InitConfig(run="runs/dsa_warmup"),
