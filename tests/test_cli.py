@@ -288,24 +288,38 @@ def test_generate_reads_standard_input_and_its_seed_decides(glm5, place, monkeyp
     assert outs[0] == outs[1] != outs[2] and all(out.startswith("gamma") for out in outs)
 
 
-def test_eval_of_run_and_converted_directory_equals_log_softmax_in_numpy(glm5, place):
-    """One text of bytes and its end, cut every 16 tokens; every token but a row's first is a target."""
-    model = glm5_jax.load(place / "run")
+def bits_of_rows(model, limit=None) -> tuple[float, int]:
+    """TEXT as bytes and its end, cut every 16 tokens: bits per byte of the first `limit` rows by numpy, and their number.
+
+    Every token but a row's first is a target.
+    """
     tokens = np.append(np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32) + 1, 0)
+    rows = [tokens[start : start + 16] for start in range(0, len(tokens), 16)][:limit]
     nats, size = 0.0, 0
-    for start in range(0, len(tokens), 16):
-        row = tokens[start : start + 16]
+    for row in rows:
         logp = log_softmax(model(row[None]).logits[0])
         nats -= sum(logp[t - 1, row[t]] for t in range(1, len(row)))
         size += sum(token != 0 for token in row[1:])
-    expected = nats / (math.log(2) * size)
+    return nats / (math.log(2) * size), len(rows)
+
+
+def test_eval_of_run_and_converted_directory_equals_log_softmax_in_numpy(glm5, place):
+    expected, rows = bits_of_rows(glm5_jax.load(place / "run"))
     scores = []
     for directory in ("run", "hf"):
         arguments = ("--sources", place / "text.txt", "--seq-len", "16", "--batch-rows", "3", "--json")
         status, out, _ = glm5("eval", place / directory, *arguments)
-        assert status == 0 and f"bits per byte: {expected:.4f}" in out
+        assert status == 0 and f"bits per byte: {expected:.4f} ({rows} rows of 16 tokens)" in out
         scores.append(json.loads(out.splitlines()[-1])["bits_per_byte"])
     assert scores[0] == scores[1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_rows_are_as_many_as_asked_for_whatever_the_batch(glm5, place, limit):
+    expected, rows = bits_of_rows(glm5_jax.load(place / "run"), limit)
+    arguments = ("--sources", place / "text.txt", "--seq-len", "16", "--batch-rows", "3", "--rows", limit, "--json")
+    line = json.loads(glm5("eval", place / "run", *arguments)[1].splitlines()[-1])
+    assert line["rows"] == rows == limit and line["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_trained_with_dense_attention_is_the_same_function_when_converted(place):

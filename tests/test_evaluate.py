@@ -7,7 +7,7 @@ import pytest
 
 from conftest import quick_compile
 from glm5_jax.model import split
-from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from helpers_train import lively_model, log_softmax, packed_batch, step_config
 
 
@@ -41,7 +41,7 @@ def test_bits_per_byte_sum_over_all_batches_before_they_divide(model):
         score = bits_per_byte(make_loss_sum(graphdef, 5), params, held_out, seen.append)
         expected = sum(nats(model, b) for b in held_out) / (math.log(2) * 33)
     assert score == pytest.approx(expected, rel=1e-5)
-    assert seen == [1, 2]
+    assert seen == [2, 3]  # rows; one of the second batch is padding
 
 
 def test_the_chunk_does_not_matter(model):
@@ -50,3 +50,20 @@ def test_the_chunk_does_not_matter(model):
     with quick_compile():
         scores = [bits_per_byte(make_loss_sum(graphdef, chunk), params, held_out) for chunk in (3, 100)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
+
+
+def test_rows_in_batches_of_one_shape_are_the_same_rows(model):
+    """Five rows two at a time: the sixth is padding, which is no row and adds nothing."""
+    rows = [batch_of([[4, 6]], seed, 10 + seed) for seed in range(5)]
+    batches = list(in_batches(iter(rows), 2))
+    assert [b["tokens"].shape for b in batches] == [(2, 12)] * 3 and [b["bytes"] for b in batches] == [21, 25, 14]
+    for name in ("tokens", "segment_ids", "positions"):
+        together = np.concatenate([b[name] for b in batches])
+        np.testing.assert_array_equal(together[:5], np.concatenate([r[name] for r in rows]))
+    assert not batches[-1]["segment_ids"][1].any()
+    graphdef, params = split(model)
+    seen = []
+    with quick_compile():
+        score = bits_per_byte(make_loss_sum(graphdef, 5), params, batches, seen.append)
+        expected = sum(nats(model, r) for r in rows) / (math.log(2) * 60)
+    assert score == pytest.approx(expected, rel=1e-5) and seen == [2, 4, 5]

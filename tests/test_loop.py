@@ -324,6 +324,25 @@ def test_train_bits_per_byte_charges_the_targets_loss_to_their_bytes(config, und
     assert ends > 0
 
 
+def test_evaluation_takes_as_many_rows_as_it_says(monkeypatch, config, tmp_path, capsys):
+    """Batches hold 2 rows (micro_rows), so the second of three rows has one of padding beside it."""
+    seen = []
+
+    def count(loss_sum, params, batches, progress):
+        seen.append([int(batch["segment_ids"].any(axis=1).sum()) for batch in batches])
+        progress(sum(seen[-1]))
+        return 1.0
+
+    monkeypatch.setattr(loop, "bits_per_byte", count)
+    result = train(dataclasses.replace(config, steps=2, eval_every=1, eval_rows=3), tmp_path / "run")
+    tokens = sum(len(source[d]) + 1 for source in result.corpus.held_out for d in range(len(source)))
+    whole = -(-tokens // 32)
+    assert seen[0] == [2, 1] and sum(seen[1]) == whole > 3
+    said = capsys.readouterr().out
+    assert "step 1: held-out bits per byte 1.0000 (first 3 rows)" in said
+    assert f"step 2: held-out bits per byte 1.0000 (all {whole} rows)" in said
+
+
 def test_the_profiler_traces_its_steps(undisturbed):
     traces = list((undisturbed[0] / "profile").rglob("*.xplane.pb"))
     assert len(traces) == 1 and traces[0].stat().st_size > 1000

@@ -1,9 +1,10 @@
 """Held-out bits per byte, a loss that does not depend on the tokenizer, and retrieval by length."""
 
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -32,23 +33,41 @@ def make_loss_sum(graphdef, chunk: int) -> Callable[[dict, dict], jax.Array]:
     return loss_sum
 
 
+def in_batches(rows: Iterable[dict], size: int) -> Iterator[dict]:
+    """Batches of one row each as batches of `size` rows, the last filled up with padding: any number of rows, one program.
+
+    Args:
+      rows: from `data.held_out_batches` with one row a batch.
+    Yields:
+      tokens, segment_ids, positions [size,T], and "bytes" of text in the targets.
+    """
+    rows = iter(rows)
+    while part := list(itertools.islice(rows, size)):
+        batch = {"bytes": sum(row["bytes"] for row in part)}
+        for name in ("tokens", "segment_ids", "positions"):
+            together = np.concatenate([row[name] for row in part])
+            batch[name] = np.pad(together, ((0, size - len(part)), (0, 0)))  # segment 0: padding
+        yield batch
+
+
 def bits_per_byte(loss_sum, params: dict, batches: Iterable[dict], progress: Callable[[int], None] | None = None) -> float:
     """Bits the model needs per byte of UTF-8 text.
 
     Args:
       loss_sum: from `make_loss_sum`.
       batches: from `data.held_out_batches`: tokens, segment_ids, positions [B,T], and "bytes" of text in the targets.
-      progress: called with the number of batches done.
+      progress: called with the number of rows done, rows of padding not counted.
     Returns:
       Bits per byte, NaN if the targets stand for no byte at all.
     """
-    nats, size = 0.0, 0
-    for i, batch in enumerate(batches):
+    nats, size, rows = 0.0, 0, 0
+    for batch in batches:
         arrays = {name: jnp.asarray(batch[name]) for name in ("tokens", "segment_ids", "positions")}
         nats += float(loss_sum(params, arrays))
         size += batch["bytes"]
+        rows += int(np.any(batch["segment_ids"] != 0, axis=1).sum())
         if progress:
-            progress(i + 1)
+            progress(rows)
     return nats / (math.log(2) * size) if size else math.nan
 
 

@@ -30,7 +30,7 @@ from glm5_jax.train import flops
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
-from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from glm5_jax.train.inherit import Source, bring_tokenizer, first_state, open_source
 from glm5_jax.train.metrics import Metrics, Progress
 from glm5_jax.train.metrics import read as metrics_of
@@ -341,17 +341,14 @@ class Run:
         if not any(len(documents) for documents in self.corpus.held_out):
             self.say(f"step {step}: no document is held out, there is nothing to evaluate on")
             return math.nan
-        size = self.config.micro_rows
-        limit = -(-rows // size) if rows else None
-        score = bits_per_byte(
-            self.loss_sum, state.params, held_out_batches(self.corpus, self.config.data, size, limit)
-        )
+        single, done = held_out_batches(self.corpus, self.config.data, 1, rows or None), []
+        score = bits_per_byte(self.loss_sum, state.params, in_batches(single, self.config.micro_rows), done.append)
         if math.isnan(score):
             self.say(f"step {step}: the held-out text is too short, there is no byte to predict")
             return score
         if jax.process_index() == 0:
             self.metrics.write(step, {"bits_per_byte": score, "held_out_rows": rows})
-        self.say(f"step {step}: held-out bits per byte {score:.4f}{'' if rows == 0 else f' (first {rows} rows)'}")
+        self.say(f"step {step}: held-out bits per byte {score:.4f} ({'first' if rows else 'all'} {done[-1]:,} rows)")
         self.last_time = time.perf_counter()
         return score
 

@@ -16,7 +16,7 @@ from glm5_jax.model import abstract, merge, split
 from glm5_jax.serve.decode import generate
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpus
-from glm5_jax.train.evaluate import bits_per_byte, make_loss_sum
+from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from glm5_jax.train.metrics import plot
 from glm5_jax.train.sources import list_files, parse_source
 from glm5_jax.train.step import LossConfig
@@ -95,16 +95,23 @@ def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
     else:
         corpus = load_corpus(data, path / "data")
     config = dataclasses.replace(data, seq_len=seq_len)
-    batches = held_out_batches(corpus, config, options.batch_rows, -(-options.rows // options.batch_rows) or None)
+    batches = in_batches(held_out_batches(corpus, config, 1, options.rows or None), options.batch_rows)
+    done = 0
+
+    def show(rows: int) -> None:
+        nonlocal done
+        done = rows
+        bar.update(task, completed=rows)
+
     graphdef, params = split(model)
     with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("evaluating", total=None)
         loss_sum = make_loss_sum(graphdef, LossConfig().chunk)
-        score = bits_per_byte(loss_sum, params, batches, lambda done: bar.update(task, completed=done))
+        score = bits_per_byte(loss_sum, params, batches, show)
     check(not math.isnan(score), "sources: too short, there is no byte of text to predict")
-    print(f"{corpus.summary}\nbits per byte: {score:.4f}")
+    print(f"{corpus.summary}\nbits per byte: {score:.4f} ({done:,} rows of {seq_len:,} tokens)")
     if options.json:
-        print(json.dumps({"bits_per_byte": score}))
+        print(json.dumps({"bits_per_byte": score, "rows": done}))
     return 0
 
 
