@@ -19,6 +19,8 @@ from glm5_jax.train import loop
 from glm5_jax.train.checkpoint import CheckpointConfig
 from glm5_jax.train.data import batches, load_corpus
 from glm5_jax.train.loop import Stopped, train
+from glm5_jax.train.schedule import LearningRate
+from glm5_jax.train.step import LossConfig
 from helpers_train import compile_cache, load_run_config, recorded, write_corpus, write_run_config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -373,6 +375,42 @@ def test_one_program_per_batch_size(config, tmp_path):
     inner = run.step_fn
     if hasattr(inner, "_cache_size"):
         assert inner._cache_size() == 2
+
+
+# What a run says
+
+
+def header_of(config, place, tmp_path, **changes):
+    """The last line of the header but for notes: what trains, and how."""
+    changed = dataclasses.replace(config, **changes)
+    run = loop.Run(changed, tmp_path / "run", load_corpus(config.data, place / "undisturbed" / "data"))
+    return [line for line in run.header().splitlines() if line.startswith("trains: ")]
+
+
+def test_the_header_says_what_trains_under_which_attention_at_which_rate(config, undisturbed, place, tmp_path):
+    said = header_of(config, place, tmp_path)  # no MTP layer
+    assert said == ["trains: trunk; dense attention; learning rate 0.01 to 0.001, cosine after 3 steps of warm-up"]
+    linear = LearningRate("linear", peak=0.005, final=0.0002, warmup_steps=0)
+    mtp, loss = dataclasses.replace(config.model, num_nextn_predict_layers=1), LossConfig(mtp_steps=1, index_weight=1.0)
+    stage = dict(model=mtp, loss=loss, freeze=("trunk", "mtp"), lr=linear)
+    assert header_of(config, place, tmp_path, **stage) == [
+        "trains: indexer; dense attention; learning rate 0.005 to 0.0002, linear"
+    ]
+    stage |= dict(
+        model=dataclasses.replace(mtp, attention="sparse"), freeze=(), lr=dataclasses.replace(linear, kind="constant"),
+        optimizer=dataclasses.replace(config.optimizer, indexer_rate=10.0),
+    )  # fmt: skip
+    assert header_of(config, place, tmp_path, **stage) == [
+        "trains: trunk, indexer, MTP layer; sparse attention, 16 keys a query, implementation xla; "
+        "learning rate 0.005, constant, 10 times that for the indexer"
+    ]
+
+
+def test_the_loss_of_the_indexer_is_in_the_line_of_progress(config, tmp_path, capsys):
+    loss = LossConfig(mtp_steps=0, index_weight=1.0)
+    train(dataclasses.replace(config, steps=1, loss=loss, freeze=("trunk",)), tmp_path / "run")
+    ((_, kl),) = recorded(tmp_path / "run", "index_kl")
+    assert f"  index KL {kl:.4f}  " in capsys.readouterr().out and kl > 0
 
 
 # Losses that are not finite

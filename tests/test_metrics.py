@@ -119,6 +119,18 @@ def test_plot_is_a_png_with_both_curves(tmp_path):
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 2 * height
 
 
+def test_plot_shows_the_loss_of_the_indexer_where_it_is_recorded(tmp_path):
+    widths = {}
+    for run, more in (("without", {}), ("with", {metrics.INDEX_KL: 0.5})):
+        log = Metrics(tmp_path / run)
+        for step in range(1, 4):
+            log.write(step, {metrics.LOSS: 1 / step, metrics.HELD_OUT: 2.0} | more)
+        log.close()
+        plot(tmp_path / run, tmp_path / "curves.png")
+        widths[run] = struct.unpack(">I", (tmp_path / "curves.png").read_bytes()[16:20])[0]
+    assert widths["with"] == widths["without"] * 3 / 2
+
+
 def test_plot_says_what_is_missing(tmp_path, monkeypatch):
     log = Metrics(tmp_path)
     log.write(1, {"other": 1.0})
@@ -155,6 +167,13 @@ def test_progress_on_a_terminal_is_a_live_line():
         progress.say("above")
     text = out.getvalue()
     assert "step 2/4" in text and "loss 1.2500  1,000 tokens/s" in text and "above" in text
+
+
+def test_progress_shows_the_loss_of_the_indexer_where_there_is_one():
+    out = io.StringIO()
+    with Progress(2, console=rich.console.Console(file=out)) as progress:
+        progress.update(2, loss=1.25, tokens_per_s=1000.0, index_kl=0.0625)
+    assert out.getvalue().startswith("step 2/2  loss 1.2500  index KL 0.0625  1,000 tokens/s  ")
 
 
 def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path):

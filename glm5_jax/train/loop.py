@@ -22,7 +22,7 @@ import numpy as np
 import rich.progress
 
 from glm5_jax.compiling import jit
-from glm5_jax.config import check
+from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.sparse import attention
@@ -32,7 +32,7 @@ from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
 from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from glm5_jax.train.inherit import Source, bring_tokenizer, first_state, open_source
-from glm5_jax.train.metrics import Metrics, Progress
+from glm5_jax.train.metrics import INDEX_KL, Metrics, Progress
 from glm5_jax.train.metrics import read as metrics_of
 from glm5_jax.train.optimizer import make_optimizer
 from glm5_jax.train.schedule import by_step
@@ -154,6 +154,22 @@ def _write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
         raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
 
 
+def _attention_words(model: ModelConfig) -> str:
+    if model.attention == "dense":
+        return "dense attention"
+    taken = attention.implementation(model.sparse_implementation)
+    return f"sparse attention, {model.index_topk:,} keys a query, implementation {taken}"
+
+
+def _rate_words(config: TrainConfig) -> str:
+    """The learning rate over the run, that of the indexer too where it is another."""
+    lr, times = config.lr, config.optimizer.indexer_rate
+    span = f"{lr.peak:g}" if lr.kind == "constant" else f"{lr.peak:g} to {lr.final:g}"
+    warm = f" after {lr.warmup_steps:,} steps of warm-up" if lr.warmup_steps else ""
+    indexer = f", {times:g} times that for the indexer" if times != 1 and "indexer" not in config.freeze else ""
+    return f"learning rate {span}, {lr.kind}{warm}{indexer}"
+
+
 class Run:
     """One call of `train`: compiled functions, iterators and open files."""
 
@@ -189,16 +205,20 @@ class Run:
             self.corpus.summary,
             f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {', then '.join(rows)} tokens, "
             f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}",
+            f"trains: {', '.join(self._trained())}; {_attention_words(c.model)}; {_rate_words(c)}",
         ]
-        if c.model.attention == "sparse":
-            taken = attention.implementation(c.model.sparse_implementation)
-            lines.append(f"sparse attention: {c.model.index_topk:,} keys a query, implementation {taken}")
         if c.model.attention == "sparse" and c.data.seq_len <= c.model.index_topk:
             lines.append(
                 f"note: every key is selected and the indexer decides nothing: "
                 f"data.seq_len={c.data.seq_len}, model.index_topk={c.model.index_topk}"
             )
         return "\n".join(lines)
+
+    def _trained(self) -> list[str]:
+        """The parts of the model that change."""
+        words = {"trunk": "trunk", "indexer": "indexer", "mtp": "MTP layer"}
+        has = {spec.part for spec in trainable_specs(self.model, self.config.freeze).values()}
+        return [word for part, word in words.items() if part in has]
 
     def train(self, first: TrainState | None = None) -> Result:
         """Runs the remaining steps. first: the state before step 0, if it has been made already."""
@@ -312,7 +332,7 @@ class Run:
             line["load"] = load
         if jax.process_index() == 0:
             self.metrics.write(pending.step, line)
-        self.progress.update(pending.step, loss=line["loss"], tokens_per_s=line["tokens_per_s"])
+        self.progress.update(pending.step, line["loss"], line["tokens_per_s"], line.get(INDEX_KL))
         if not finite:
             self._not_finite(pending, line)
 

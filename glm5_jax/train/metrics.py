@@ -25,6 +25,7 @@ from glm5_jax.errors import UserError
 
 LOSS = "loss"  # training loss, nats per token
 HELD_OUT = "bits_per_byte"  # held-out loss, bits per byte of text
+INDEX_KL = "index_kl"  # loss of the indexer, nats per query; recorded where it has a weight
 
 _FILE = "metrics.jsonl"
 _PLAIN_EVERY_S = 10.0  # between two lines of progress when nobody watches a terminal
@@ -99,29 +100,33 @@ def read(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def plot(run_dir: str | Path, path: str | Path) -> None:
-    """Writes a PNG of the training loss and of the held-out bits per byte against the step.
+    """Writes a PNG of the training loss, the held-out bits per byte and the indexer's loss, if any, against the step.
 
     Raises:
-      UserError: matplotlib is not installed, or the run has recorded neither.
+      UserError: matplotlib is not installed, or the run has recorded none of them.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise UserError("plot: needs matplotlib, which is not installed: pip install matplotlib") from error
-    panels = {LOSS: "training loss, MTP included (nats per token)", HELD_OUT: "held-out text (bits per byte)"}
+    panels = {
+        LOSS: ("total training loss (nats per token)", "#1f4e9c"),
+        HELD_OUT: ("held-out text (bits per byte)", "#b3541e"),
+        INDEX_KL: ("index KL (nats per query)", "#2e7d4f"),
+    }
     lines = read(run_dir)
     curves = {name: [(line["step"], line[name]) for line in lines if name in line] for name in panels}
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
-        raise UserError(f"{run_dir}: nothing to plot; the record has neither {LOSS} nor {HELD_OUT}")
+        raise UserError(f"{run_dir}: nothing to plot; the record has none of {', '.join(panels)}")
     figure = Figure(figsize=(5.5 * len(curves), 3.8), dpi=150, layout="constrained")
     for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         steps, values = zip(*curve, strict=True)
         few = len(steps) <= 50  # then the points themselves are worth seeing
-        color = "#1f4e9c" if name == LOSS else "#b3541e"
+        label, color = panels[name]
         axes.plot(steps, values, color=color, linewidth=1.4, marker="." if few else "")
-        axes.set(xlabel="step", ylabel=panels[name])
+        axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -131,7 +136,7 @@ def plot(run_dir: str | Path, path: str | Path) -> None:
 
 
 class Progress:
-    """A live line on a terminal: step/total, bar, loss, tokens/s, time left. Elsewhere a plain line every ten seconds.
+    """A live line on a terminal: step/total, bar, losses, tokens/s, time left. Elsewhere a plain line every ten seconds.
 
         with Progress(total_steps, start) as progress:
             progress.update(step, loss=2.31, tokens_per_s=18_000.0)
@@ -160,9 +165,10 @@ class Progress:
     def __exit__(self, *exception) -> None:
         self._bar.stop()
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Shows that `step` steps are done. `loss` and `tokens_per_s` are those of the newest step."""
-        numbers = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+    def update(self, step: int, loss: float, tokens_per_s: float, index_kl: float | None = None) -> None:
+        """Shows that `step` steps are done. The numbers are those of the newest step; `index_kl` if it is computed."""
+        kl = "" if index_kl is None else f"  index KL {index_kl:.4f}"
+        numbers = f"loss {loss:.4f}{kl}  {tokens_per_s:,.0f} tokens/s"
         left = self._time_left(step)
         self._bar.update(self._task, completed=step, numbers=numbers, left=left)
         now = time.monotonic()
