@@ -175,7 +175,7 @@ class EvalOptions:
     rows: int = 0  # rows to evaluate at most, 0 = all
     seq_len: int = 0  # tokens per row; 0 = that of the run, 512 for a Hugging Face directory
     batch_rows: int = 8  # rows at once
-    retrieval: tuple[str, ...] = ()  # in place of bits per byte: single_needle, multi_key, multi_value, recall, or all
+    retrieval: tuple[str, ...] = ()  # in place of bits per byte: single_needle, multi_key, multi_value, recall; alone = all
     lengths: tuple[int, ...] = ()  # tokens of a retrieval sample; default: 256, 512 ... 4096 within the position limit
     samples: int = 64  # retrieval samples per task and length
     seed: int = 0  # of the retrieval samples
@@ -184,17 +184,26 @@ class EvalOptions:
     json: bool = False  # end with one line of JSON
 
 
+_TEXT_ONLY = ("sources", "extensions", "text_field", "rows", "seq_len")
+_RETRIEVAL_ONLY = ("lengths", "samples", "seed")
+
+
 def evaluate(arguments: list[str]) -> int:
     """Prints held-out bits per byte, or retrieval by length."""
-    from glm5_jax.cli_options import parse
+    from glm5_jax.cli_options import given, parse
 
     (path,), rest = _positional(arguments, "eval", ["DIR"])
     options = parse(EvalOptions(), rest, "glm5 eval DIR", "Held-out bits per byte, or retrieval by length.")
+    names = given(rest)
+    by_retrieval = "retrieval" in names
+    for name in sorted(names & set(_TEXT_ONLY if by_retrieval else _RETRIEVAL_ONLY)):
+        way = "has no meaning with" if by_retrieval else "needs"
+        raise UserError(f"--{name.replace('_', '-')}: {way} --retrieval")
     from glm5_jax.train.evaluate import evaluate_retrieval
     from glm5_jax.train.report import evaluate_directory
 
     model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
-    if options.retrieval:
+    if by_retrieval:
         return evaluate_retrieval(model, tokenizer, options)
     return evaluate_directory(pathlib.Path(path), model, tokenizer, options)
 

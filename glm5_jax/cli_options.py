@@ -36,11 +36,20 @@ def _check_names(options, arguments: list[str]) -> None:
     known = set(_names(options, ""))
     for argument in arguments:
         if argument.startswith("--"):
-            name = argument[2:].split("=")[0].replace("-", "_")
+            name = _name(argument)
             if name not in known and re.sub(r"(^|\.)no_", r"\1", name) not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean --{close[0].replace('_', '-')}?" if close else ""
                 raise UserError(f"unknown setting {argument.split('=')[0]}{hint}")
+
+
+def given(arguments: list[str]) -> set[str]:
+    """The names of the settings that a command line sets, whatever it sets them to."""
+    return {_name(argument) for argument in arguments if argument.startswith("--")}
+
+
+def _name(argument: str) -> str:
+    return argument[2:].split("=")[0].replace("-", "_")
 
 
 def _names(options, prefix: str) -> list[str]:

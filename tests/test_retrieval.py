@@ -223,8 +223,10 @@ def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
     header, lengths, row, line = capsys.readouterr().out.splitlines()
     assert "31 samples" in header and lengths.split() == ["90", "200"] and row.split() == ["recall", "9.0", "20.0"]
     assert json.loads(line) == {"retrieval": {"recall": {"90": 0.09, "200": 0.2}}}
-    assert cli.evaluate(["DIR", "--retrieval", "all"]) == 0
-    assert asked["tasks"] == tuple(R.TASKS) and asked["lengths"] == (256,)
+    for every in (["all"], []):
+        asked.clear()
+        assert cli.evaluate(["DIR", "--retrieval", *every]) == 0
+        assert asked["tasks"] == tuple(R.TASKS) and asked["lengths"] == (256,)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,7 @@ def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
         (["--retrieval", "haystack"], "retrieval=haystack: one of single_needle, multi_key, multi_value, recall, or all"),
         (["--retrieval", "all", "--lengths", "300"], "lengths=300: from 1 to the position limit, 256"),
         (["--retrieval", "all", "--samples", "0"], "samples=0: must be at least 1"),
+        (["--retrieval", "all", "--seed", "-1"], "seed=-1: must not be negative"),
         (["--retrieval", "recall", "--lengths", "20"], "length=20: too short for recall"),
     ],
 )

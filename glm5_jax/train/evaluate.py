@@ -107,6 +107,7 @@ def retrieval_by_length(
     limit = model.cfg.max_position_embeddings
     check(samples >= 1, f"samples={samples}: must be at least 1")
     check(batch_rows >= 1, f"batch_rows={batch_rows}: must be at least 1")
+    check(seed >= 0, f"seed={seed}: must not be negative")
     for task in tasks:
         check(task in retrieval.TASKS, f"retrieval={task}: one of {', '.join(retrieval.TASKS)}, or all")
     for length in lengths:
@@ -144,7 +145,8 @@ def default_lengths(limit: int) -> tuple[int, ...]:
 
 def evaluate_retrieval(model, tokenizer, options) -> int:
     """Prints, by task and length, the share of retrieval questions that a model answers."""
-    tasks = tuple(retrieval.TASKS) if options.retrieval == ("all",) else options.retrieval
+    every = not options.retrieval or options.retrieval == ("all",)
+    tasks = tuple(retrieval.TASKS) if every else options.retrieval
     lengths = options.lengths or default_lengths(model.cfg.max_position_embeddings)
     with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("evaluating", total=len(tasks) * len(lengths) * options.samples)
