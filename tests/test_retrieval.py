@@ -168,8 +168,21 @@ def test_text_samples_fill_their_length_with_any_tokenizer():
     for task in R.TASKS:
         for length in range(40, 90):
             assert len(R.text_sample(np.random.default_rng(length), task, length, by_words).tokens) == length
-    with pytest.raises(UserError, match="length=30: too short for single_needle, which takes [0-9]+ tokens at least"):
-        R.text_sample(np.random.default_rng(0), "single_needle", 30, as_bytes)
+
+
+@pytest.mark.parametrize("task", R.TASKS)
+def test_another_length_asks_the_same_question_and_the_least_length_is_exact(task):
+    for seed in range(5):
+        draw = lambda length: R.text_sample(np.random.default_rng(seed), task, length, as_bytes).tokens  # noqa: B023, E731
+        text, longer = (bytes(draw(length).tolist()).decode() for length in (400, 700))
+        question = text.split("\n")[1]
+        assert longer.endswith("\n" + question)
+        name = re.match(r"The (?:three codes|code) of (\w+ \w+) ", question).group(1)
+        sentences = re.findall(rf" The code of {name} is \d{{4}}\.", text)
+        least = sum(map(len, sentences)) + len("\n" + question)
+        assert R.least_length(np.random.default_rng(seed), task, as_bytes) == least == len(draw(least))
+        with pytest.raises(UserError, match=f"length={least - 1}: too short for this sample of {task}, .* {least} tokens"):
+            draw(least - 1)
 
 
 class TwoIds:
@@ -193,9 +206,9 @@ def model():
 
 def by_hand(model, task, length, samples):
     """The share of samples whose answer is what the model would say token by token."""
-    rng, right = R.stream(4, "eval", list(R.TASKS).index(task), length), 0
-    for _ in range(samples):
-        tokens, answer = R.text_sample(rng, task, length, TwoIds().encode)
+    right = 0
+    for i in range(samples):
+        tokens, answer = R.text_sample(R.stream(4, "eval", list(R.TASKS).index(task), i), task, length, TwoIds().encode)
         said = np.argmax(model(tokens[None]).logits[0], -1)
         right += all(said[at - 1] == tokens[at] for at in np.flatnonzero(answer))
     return right / samples
@@ -206,6 +219,19 @@ def test_accuracy_is_the_share_of_samples_that_greedy_decoding_gets_right(model)
     shares = retrieval_by_length(model, TwoIds().encode, tasks, [200], samples=19, seed=4, batch_rows=8)
     assert shares == {task: {200: by_hand(model, task, 200, 19)} for task in tasks}
     assert all(0 < share[200] < 1 for share in shares.values())
+
+
+def test_the_least_length_named_is_that_of_the_longest_sample_of_all_tasks(model):
+    """Each code is " 1234", each name two words; multi_value says its name four times, so it needs most."""
+    measure = lambda length: retrieval_by_length(model, TwoIds().encode, list(R.TASKS), [length], samples=9, seed=1)  # noqa: E731
+    samples = [R.text_sample(R.stream(1, "eval", 2, i), "multi_value", 256, as_bytes).tokens for i in range(9)]
+    names = [re.search(r"codes of (\w+ \w+) are", bytes(sample.tolist()).decode()).group(1) for sample in samples]
+    least = len(" The code of  is 1234.") * 3 + len("\nThe three codes of  are 1234, 1234, 1234") + 4 * max(map(len, names))
+    with pytest.raises(UserError, match=f"lengths=3: too short for multi_value, whose samples take {least} tokens at least"):
+        measure(3)
+    with pytest.raises(UserError, match=f"lengths={least - 1}: too short .* {least} tokens at least"):
+        measure(least - 1)
+    assert all(list(shares) == [least] for shares in measure(least).values())
 
 
 def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
@@ -233,10 +259,11 @@ def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
     "options, message",
     [
         (["--retrieval", "haystack"], "retrieval=haystack: one of single_needle, multi_key, multi_value, recall, or all"),
-        (["--retrieval", "all", "--lengths", "300"], "lengths=300: from 1 to the position limit, 256"),
+        (["--retrieval", "all", "--lengths", "300"], "lengths=300: the position limit is 256"),
         (["--retrieval", "all", "--samples", "0"], "samples=0: must be at least 1"),
         (["--retrieval", "all", "--seed", "-1"], "seed=-1: must not be negative"),
-        (["--retrieval", "recall", "--lengths", "20"], "length=20: too short for recall"),
+        (["--retrieval", "recall", "--lengths", "200", "20"], "lengths=20: too short for recall, .* take 7. tokens at least"),
+        (["--retrieval", "all", "--lengths", "-1"], "lengths=-1: too short for multi_value, .* take 1.. tokens at least"),
     ],
 )
 def test_eval_refuses(model, monkeypatch, options, message):

@@ -1,5 +1,6 @@
 """Held-out bits per byte, a loss that does not depend on the tokenizer, and retrieval by length."""
 
+import functools
 import itertools
 import json
 import math
@@ -104,22 +105,20 @@ def retrieval_by_length(
       encode: text -> ids. tasks: of `retrieval.TASKS`. lengths: tokens of a sample, answer included.
       samples: per task and length. progress: called with the number of samples done.
     """
-    limit = model.cfg.max_position_embeddings
     check(samples >= 1, f"samples={samples}: must be at least 1")
     check(batch_rows >= 1, f"batch_rows={batch_rows}: must be at least 1")
     check(seed >= 0, f"seed={seed}: must not be negative")
     for task in tasks:
         check(task in retrieval.TASKS, f"retrieval={task}: one of {', '.join(retrieval.TASKS)}, or all")
-    for length in lengths:
-        check(1 <= length <= limit, f"lengths={length}: from 1 to the position limit, {limit}")
+    streams = {task: functools.partial(_streams, seed, task, samples) for task in tasks}
+    _check_lengths(lengths, model.cfg.max_position_embeddings, streams, encode)
     graphdef, params = split(model)
     right, done = make_right(graphdef), 0
     shares: dict[str, dict[int, float]] = {}
     for task in tasks:
         shares[task] = {}
         for length in lengths:
-            rng = retrieval.stream(seed, "eval", list(retrieval.TASKS).index(task), length)
-            made = [retrieval.text_sample(rng, task, length, encode) for _ in range(samples)]
+            made = [retrieval.text_sample(rng, task, length, encode) for rng in streams[task]()]
             most = max(int(sample.answer.sum()) for sample in made)
             hits = 0
             for start in range(0, samples, batch_rows):
@@ -136,6 +135,23 @@ def retrieval_by_length(
                     progress(done)
             shares[task][length] = hits / samples
     return shares
+
+
+def _streams(seed: int, task: str, samples: int) -> list[np.random.Generator]:
+    """The random numbers of each sample of a task; not of its length, so every length asks the same questions."""
+    return [retrieval.stream(seed, "eval", list(retrieval.TASKS).index(task), i) for i in range(samples)]
+
+
+def _check_lengths(lengths: Iterable[int], limit: int, streams: dict[str, Callable], encode) -> None:
+    """Raises UserError for a length that not every sample of every task fits into, or that the model cannot take."""
+    needs = {task: max(retrieval.least_length(rng, task, encode) for rng in make()) for task, make in streams.items()}
+    longest = max(needs, key=needs.get)
+    for length in lengths:
+        check(length <= limit, f"lengths={length}: the position limit is {limit}")
+        check(
+            length >= needs[longest],
+            f"lengths={length}: too short for {longest}, whose samples take {needs[longest]} tokens at least",
+        )
 
 
 def default_lengths(limit: int) -> tuple[int, ...]:

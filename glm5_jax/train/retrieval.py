@@ -6,7 +6,7 @@ Pure numpy and seeded: the same arguments give the same arrays, and no training 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -167,15 +167,20 @@ _NOISE = (
 )  # fmt: skip
 
 
-def text_sample(rng: np.random.Generator, task: str, length: int, encode: Callable[[str], np.ndarray]) -> Sample:
-    """One question of `task` in words, exactly `length` tokens with its answer; all of it must be right.
+class _Question(NamedTuple):
+    """The part of a text sample that its length does not change, and needles to fill it up with."""
 
-    single_needle: one code in noise. multi_key: a code in every fourth sentence, all names different. multi_value: three codes
-    of one name, asked for in order. recall: codes only. A code is 4 digits; numbers of a sample are all different.
+    needles: list[np.ndarray]  # ids of the sentences that hold the answers
+    tail: list[tuple[np.ndarray, bool]]  # ids of the question and its answers, piece by piece; True for answers
+    others: Iterator[np.ndarray]  # ids of sentences with codes of other names
 
-    Args:
-      encode: text -> ids, of a tokenizer. Pieces are encoded one by one and joined.
-    """
+    @property
+    def tokens(self) -> int:
+        """What both take: the least length of the sample."""
+        return sum(map(len, self.needles)) + sum(len(ids) for ids, _ in self.tail)
+
+
+def _question(rng: np.random.Generator, task: str, encode: Callable[[str], np.ndarray]) -> _Question:
     numbers = iter(rng.permutation(np.arange(1000, 10_000)))
     pairs = iter(rng.choice(len(_WORDS) ** 2, 8000, replace=False))  # fewer than there are numbers
 
@@ -187,24 +192,41 @@ def text_sample(rng: np.random.Generator, task: str, length: int, encode: Callab
 
     name, answers = new_name(), [f" {next(numbers)}" for _ in range(3 if task == "multi_value" else 1)]
     question = f"\nThe three codes of {name} are" if task == "multi_value" else f"\nThe code of {name} is"
-    needles = [needle(name, answer) for answer in answers]
     tail = [(encode(question), False)]
     for i, answer in enumerate(answers):
         tail += [(encode(","), False)] * (i > 0) + [(encode(answer), True)]
-    room = length - sum(len(ids) for ids, _ in tail) - sum(map(len, needles))
-    rest, turn = [], 0
-    missing = room
+    others = (needle(new_name(), f" {number}") for number in numbers)
+    return _Question([needle(name, answer) for answer in answers], tail, others)
+
+
+def least_length(rng: np.random.Generator, task: str, encode: Callable[[str], np.ndarray]) -> int:
+    """Tokens that `text_sample` needs at least when it draws from `rng` as it stands."""
+    return _question(rng, task, encode).tokens
+
+
+def text_sample(rng: np.random.Generator, task: str, length: int, encode: Callable[[str], np.ndarray]) -> Sample:
+    """One question of `task` in words, exactly `length` tokens with its answer; all of it must be right.
+
+    single_needle: one code in noise. multi_key: a code in every fourth sentence, all names different. multi_value: three codes
+    of one name, asked for in order. recall: codes only. A code is 4 digits; numbers of a sample are all different.
+    At another length the same `rng` gives the same question.
+
+    Args:
+      encode: text -> ids, of a tokenizer. Pieces are encoded one by one and joined.
+    """
+    needles, tail, others = question = _question(rng, task, encode)
+    missing, rest, turn = length - question.tokens, [], 0
+    check(missing >= 0, f"length={length}: too short for this sample of {task}, which takes {question.tokens} tokens")
     while missing > 0:
         is_needle = task == "recall" or (task == "multi_key" and turn % 4 == 3)
         turn += 1
         if is_needle:
             check(turn < 8000, f"length={length}: longer than all different codes fill")
-            piece = needle(new_name(), f" {next(numbers)}")
+            piece = next(others)
         if not is_needle or len(piece) > missing:  # the last gap takes the end of a sentence of noise
             piece = encode(_NOISE[rng.integers(len(_NOISE))])[-missing:]
         rest.append(piece)
         missing -= len(piece)
-    check(room >= 0, f"length={length}: too short for {task}, which takes {length - room} tokens at least")
     first, rest = (rest[-1:], rest[:-1]) if rest else ([], [])  # what was cut off stands first
     at = np.sort(rng.integers(0, len(rest) + 1, len(needles)))
     for place, ids in zip(at[::-1], needles[::-1]):
