@@ -179,13 +179,14 @@ class EvalOptions:
     lengths: tuple[int, ...] = ()  # tokens of a retrieval sample; default: 256, 512 ... 4096 within the position limit
     samples: int = 64  # retrieval samples per task and length
     seed: int = 0  # of the retrieval samples
+    plot: str = ""  # draw retrieval by length into this PNG file (needs matplotlib)
     dtype: str = "float32"  # float32 or bfloat16
     latent_norm_eps: float | None = None  # epsilon of the latent norms; 1e-6 matches transformers
     json: bool = False  # end with one line of JSON
 
 
 _TEXT_ONLY = ("sources", "extensions", "text_field", "rows", "seq_len")
-_RETRIEVAL_ONLY = ("lengths", "samples", "seed")
+_RETRIEVAL_ONLY = ("lengths", "samples", "seed", "plot")
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -200,8 +201,11 @@ def evaluate(arguments: list[str]) -> int:
         way = "has no meaning with" if by_retrieval else "needs"
         raise UserError(f"--{name.replace('_', '-')}: {way} --retrieval")
     from glm5_jax.train.evaluate import evaluate_retrieval
+    from glm5_jax.train.metrics import check_plot
     from glm5_jax.train.report import evaluate_directory
 
+    if options.plot:
+        check_plot(options.plot)
     model, tokenizer = _load_with_tokenizer(path, options.dtype, options.latent_norm_eps)
     if by_retrieval:
         return evaluate_retrieval(model, tokenizer, options)

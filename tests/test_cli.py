@@ -232,6 +232,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(glm5, tmp_path, monkeypatc
         (["eval", "run", "--lengths", "64"], r"--lengths: needs --retrieval"),
         (["eval", "run", "--samples=64"], r"--samples: needs --retrieval"),
         (["eval", "run", "--seed", "0"], r"--seed: needs --retrieval"),
+        (["eval", "run", "--plot", "a.png"], r"--plot: needs --retrieval"),
+        (["eval", "run", "--retrieval", "--plot", "no/a.png"], r"plot=no/a\.png: there is no folder no"),
         (["eval", "run", "--retrieval", "--rows", "3"], r"--rows: has no meaning with --retrieval"),
         (["eval", "run", "--retrieval", "recall", "--seq-len", "32"], r"--seq-len: has no meaning with --retrieval"),
         (["eval", "run", "--sources", "text.txt", "--retrieval", "all"], r"--sources: has no meaning with --retrieval"),

@@ -142,6 +142,35 @@ def test_plot_says_what_is_missing(tmp_path, monkeypatch):
         plot(tmp_path, tmp_path / "curves.png")
 
 
+def test_plot_by_length_has_a_point_for_each_task_and_length(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, format: drawn.append((figure, path, format)))
+    shares = {"recall": {512: 0.25, 256: 1.0}, "multi_key": {256: 0.5, 512: 0.0}}
+    metrics.plot_by_length(shares, 64, tmp_path / "a.png")
+    ((figure, path, kind),) = drawn
+    (axes,) = figure.axes
+    assert (path, kind) == (tmp_path / "a.png", "png") and "64 samples" in figure.get_suptitle()
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {"recall": [[256, 100], [512, 25]], "multi_key": [[256, 50], [512, 0]]}
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["256", "512"] and axes.get_xscale() == "log"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["recall", "multi_key"]
+
+
+def test_what_keeps_a_plot_from_being_written_is_known_beforehand(tmp_path, monkeypatch):
+    metrics.check_plot(tmp_path / "a.png")
+    metrics.check_plot("a.png")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="plot=.*/no/a.png: there is no folder .*/no$"):
+        metrics.check_plot(tmp_path / "no" / "a.png")
+    with pytest.raises(UserError, match="plot=.*: cannot be written"):
+        metrics.check_plot(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        metrics.check_plot(tmp_path / "a.png")
+
+
 def test_progress_without_a_terminal_prints_every_ten_seconds(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -174,6 +203,16 @@ def test_progress_shows_the_loss_of_the_indexer_where_there_is_one():
     with Progress(2, console=rich.console.Console(file=out)) as progress:
         progress.update(2, loss=1.25, tokens_per_s=1000.0, index_kl=0.0625)
     assert out.getvalue().startswith("step 2/2  loss 1.2500  index KL 0.0625  1,000 tokens/s  ")
+
+
+def test_time_that_does_not_recur_is_not_in_the_time_left(monkeypatch):
+    now, out = [100.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Progress(4, console=rich.console.Console(file=out)) as progress:
+        now[0] += 90.0
+        progress.leave_out(88.0)
+        progress.update(1, loss=2.0, tokens_per_s=1.0)
+    assert out.getvalue().endswith("0:00:06 left\n")  # 2 s a step, 3 steps to go
 
 
 def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path):

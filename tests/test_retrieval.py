@@ -234,8 +234,8 @@ def test_the_least_length_named_is_that_of_the_longest_sample_of_all_tasks(model
     assert all(list(shares) == [least] for shares in measure(least).values())
 
 
-def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
-    asked = {}
+def test_eval_prints_and_plots_retrieval_by_length(model, monkeypatch, tmp_path, capsys):
+    asked, png = {}, tmp_path / "by_length.png"
 
     def measure(model, encode, tasks, lengths, samples, seed, batch_rows, progress):
         asked.update(tasks=tuple(tasks), lengths=lengths, samples=samples, seed=seed, batch_rows=batch_rows)
@@ -244,9 +244,11 @@ def test_eval_prints_retrieval_by_length(model, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_load_with_tokenizer", lambda *_: (model, TwoIds()))
     monkeypatch.setattr(evaluate, "retrieval_by_length", measure)
     arguments = ["--retrieval", "recall", "--lengths", "90", "200", "--samples", "31", "--seed", "4", "--json"]
+    arguments += ["--plot", str(png)]
     assert cli.evaluate(["DIR", *arguments]) == 0
     assert asked == dict(tasks=("recall",), lengths=(90, 200), samples=31, seed=4, batch_rows=8)
-    header, lengths, row, line = capsys.readouterr().out.splitlines()
+    header, lengths, row, plot, line = capsys.readouterr().out.splitlines()
+    assert plot == f"plot: {png}" and png.read_bytes().startswith(b"\x89PNG")
     assert "31 samples" in header and lengths.split() == ["90", "200"] and row.split() == ["recall", "9.0", "20.0"]
     assert json.loads(line) == {"retrieval": {"recall": {"90": 0.09, "200": 0.2}}}
     for every in (["all"], []):

@@ -18,6 +18,7 @@ from glm5_jax.layers.mtp import shift
 from glm5_jax.model import Glm5, merge, split
 from glm5_jax.train import retrieval
 from glm5_jax.train.loss import cross_entropy
+from glm5_jax.train.metrics import plot_by_length
 from glm5_jax.train.step import target_weights
 
 
@@ -173,6 +174,9 @@ def evaluate_retrieval(model, tokenizer, options) -> int:
     print(f"answers right, percent of {options.samples} samples, by tokens\n{'':13}" + "".join(f"{n:>8}" for n in lengths))
     for name, by_length in shares.items():
         print(f"{name:13}" + "".join(f"{100 * by_length[n]:>8.1f}" for n in lengths))
+    if options.plot:
+        plot_by_length(shares, options.samples, options.plot)
+        print(f"plot: {options.plot}")
     if options.json:
         print(json.dumps({"retrieval": shares}))
     return 0

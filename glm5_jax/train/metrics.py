@@ -21,6 +21,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from glm5_jax.config import check
 from glm5_jax.errors import UserError
 
 LOSS = "loss"  # training loss, nats per token
@@ -105,11 +106,9 @@ def plot(run_dir: str | Path, path: str | Path) -> None:
     Raises:
       UserError: matplotlib is not installed, or the run has recorded none of them.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise UserError("plot: needs matplotlib, which is not installed: pip install matplotlib") from error
+    figure_class = _figure_class()
+    from matplotlib.ticker import MaxNLocator
+
     panels = {
         LOSS: ("total training loss (nats per token)", "#1f4e9c"),
         HELD_OUT: ("held-out text (bits per byte)", "#b3541e"),
@@ -120,7 +119,7 @@ def plot(run_dir: str | Path, path: str | Path) -> None:
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
         raise UserError(f"{run_dir}: nothing to plot; the record has none of {', '.join(panels)}")
-    figure = Figure(figsize=(5.5 * len(curves), 3.8), dpi=150, layout="constrained")
+    figure = figure_class(figsize=(5.5 * len(curves), 3.8), dpi=150, layout="constrained")
     for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         steps, values = zip(*curve, strict=True)
         few = len(steps) <= 50  # then the points themselves are worth seeing
@@ -132,6 +131,40 @@ def plot(run_dir: str | Path, path: str | Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(f"last: {values[-1]:.3f}", loc="right", fontsize="medium")
     figure.suptitle(Path(run_dir).resolve().name)
+    figure.savefig(path, format="png")
+
+
+def _figure_class():
+    """matplotlib's Figure; imported late, since training and evaluation do without."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("plot: needs matplotlib, which is not installed: pip install matplotlib") from error
+    return Figure
+
+
+def check_plot(path: str | Path) -> None:
+    """Raises UserError if no plot can be written to `path`: to be known before the work whose result it shows."""
+    _figure_class()
+    folder = Path(path).parent
+    check(folder.is_dir(), f"plot={path}: there is no folder {folder}")
+    check(os.access(folder, os.W_OK) and not Path(path).is_dir(), f"plot={path}: cannot be written")
+
+
+def plot_by_length(shares: dict[str, dict[int, float]], samples: int, path: str | Path) -> None:
+    """Writes a PNG of the share of right answers of `samples` each, in percent, against length; one line for each task."""
+    figure = _figure_class()(figsize=(6, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for task, by_length in shares.items():
+        tokens = sorted(by_length)
+        axes.plot(tokens, [100 * by_length[n] for n in tokens], "o-", label=task)
+    lengths = sorted({n for by_length in shares.values() for n in by_length})
+    axes.set(xscale="log", xlabel="tokens", ylabel="answers right, percent", ylim=(-4, 104))
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.suptitle(f"Retrieval, {samples} samples a point")
     figure.savefig(path, format="png")
 
 
@@ -175,6 +208,10 @@ class Progress:
         if self._bar.disable and (now - self._printed >= _PLAIN_EVERY_S or step >= self._total):
             self._printed = now
             self.say(f"step {step}/{self._total}  {numbers}  {left}")
+
+    def leave_out(self, seconds: float) -> None:
+        """Keeps `seconds` just spent on what does not recur, such as compiling, out of the time left."""
+        self._began += seconds
 
     def say(self, text: str) -> None:
         """Prints a line above the live one; safe from any thread."""
