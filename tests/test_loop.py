@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -371,10 +372,7 @@ def test_one_program_per_batch_size(config, tmp_path):
     run = loop.Run(config, tmp_path / "run", load_corpus(config.data, tmp_path / "run" / "data"))
     run.train()
     shapes = {tuple(np.shape(run._next_batch(step)[1])) for step in range(12)}
-    assert shapes == {(1, 2, 32), (2, 2, 32)}
-    inner = run.step_fn
-    if hasattr(inner, "_cache_size"):
-        assert inner._cache_size() == 2
+    assert shapes == {(1, 2, 32), (2, 2, 32)} == set(run.programs)
 
 
 # What a run says
@@ -411,6 +409,31 @@ def test_the_loss_of_the_indexer_is_in_the_line_of_progress(config, tmp_path, ca
     train(dataclasses.replace(config, steps=1, loss=loss, freeze=("trunk",)), tmp_path / "run")
     ((_, kl),) = recorded(tmp_path / "run", "index_kl")
     assert f"  index KL {kl:.4f}  " in capsys.readouterr().out and kl > 0
+
+
+def test_compiling_is_said_once_per_program_and_belongs_to_no_step(monkeypatch, config, tmp_path, capsys):
+    """A compiler that takes 1,000 s by the clock, before step 1 and, when the batch grows, after step 4 has been recorded."""
+    late, left_out, recorded_then = [0.0], [], []
+    clock = time.perf_counter
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock() + late[0])
+    monkeypatch.setattr(loop.Progress, "leave_out", lambda self, seconds: left_out.append(seconds))
+    run = loop.Run(config, tmp_path / "run", load_corpus(config.data, tmp_path / "run" / "data"))
+    step = run.step_fn
+
+    class Slow:
+        def lower(self, *arguments):
+            recorded_then.append(len(recorded(tmp_path / "run")))
+            late[0] += 1000
+            return step.lower(*arguments)
+
+    run.step_fn = Slow()
+    run.train()
+    said = [line for line in capsys.readouterr().out.splitlines() if "compiling" in line]
+    assert said == ["compiling the step for 2 x 32 tokens", "compiling the step for 4 x 32 tokens"]
+    assert recorded_then == [0, 4]
+    assert len(left_out) == 2 and all(1000 < seconds < 1500 for seconds in left_out)
+    steps = recorded(tmp_path / "run", "step_seconds")
+    assert [step for step, _ in steps] == STEPS and all(0 < seconds < 500 for _, seconds in steps)
 
 
 # Losses that are not finite

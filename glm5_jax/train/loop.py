@@ -15,13 +15,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.progress
 
-from glm5_jax.compiling import jit
+from glm5_jax.compiling import compiler_options
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
@@ -184,7 +185,8 @@ class Run:
             by_step(config.mtp_weight, self.plan, "mtp_weight"), by_step(config.bias_rate, self.plan, "bias_rate")
         )
         step = make_step(self.model, optimizer, rates, config.loss, config.freeze)
-        self.step_fn = jit(step, donate_argnums=0)
+        self.step_fn = jax.jit(step, donate_argnums=0, compiler_options=compiler_options())
+        self.programs: dict[tuple, Callable] = {}  # the compiled step, by the shape of its batch
         self.init = functools.partial(first_state, config, optimizer)
         fresh = dataclasses.replace(config, init=InitConfig())
         self.template = jax.eval_shape(lambda: first_state(fresh, optimizer))
@@ -257,7 +259,12 @@ class Run:
         for step in range(start, config.steps):
             self._trace(step, state)
             batch, tokens, segments, doc_ids = self._next_batch(step)
-            state, metrics = self.step_fn(state, batch)
+            if tokens.shape not in self.programs:
+                if pending:  # before the compiler takes its time, which is not that step's
+                    self._report(pending)
+                    pending = None
+                self._compile(state, batch)
+            state, metrics = self.programs[tokens.shape](state, batch)
             done = step + 1
             if pending:
                 self._report(pending)
@@ -277,6 +284,16 @@ class Run:
                 raise Stopped(stop)
         self._trace(config.steps, state)
         return self._final_score(state, start), state
+
+    def _compile(self, state: TrainState, batch: dict) -> None:
+        """Compiles the step for batches of this shape [A,b,T]; the time counts neither as a step's nor for the time left."""
+        shape = batch["tokens"].shape
+        self.say(f"compiling the step for {shape[0] * shape[1]} x {shape[2]} tokens")
+        began = time.perf_counter()
+        self.programs[shape] = self.step_fn.lower(state, batch).compile()
+        seconds = time.perf_counter() - began
+        self.last_time += seconds
+        self.progress.leave_out(seconds)
 
     def _final_score(self, state: TrainState, start: int) -> float:
         """Bits per byte over all held-out text; read from the record when the run was finished before."""
