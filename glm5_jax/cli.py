@@ -75,10 +75,10 @@ def train(arguments: list[str]) -> int:
     about = "Trains a model, from fresh weights or, with --init.run RUN, from those of an earlier run; the settings are below."
     options = parse(Options(**fields), rest, f"glm5 train {name or 'CONFIG'}", about)
     config = TrainConfig(**{name: getattr(options, name) for name in fields})
-    return _train(config, pathlib.Path(options.run_dir), options.resume)
+    return _train(config, pathlib.Path(options.run_dir), options.resume, name)
 
 
-def _train(config, run_dir: pathlib.Path, resume: bool) -> int:
+def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:
     import signal
 
     from glm5_jax.train.loop import Stopped, train
@@ -92,7 +92,7 @@ def _train(config, run_dir: pathlib.Path, resume: bool) -> int:
         print(f"{run_dir}: already done, {config.steps} steps.")
     from glm5_jax.train.report import final_words
 
-    print(final_words(config, run_dir, result))
+    print(final_words(config, run_dir, result, recipe))
     return 0
 
 

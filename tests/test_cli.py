@@ -18,6 +18,7 @@ import safetensors.numpy
 import glm5_jax
 from conftest import quick_compile
 from glm5_jax import cli
+from glm5_jax.train.report import next_trainings
 from glm5_jax.train.stages import RECIPES, TrainConfig
 from helpers_train import compile_cache, log_softmax, write_corpus, write_run_config
 
@@ -266,6 +267,31 @@ def test_a_run_without_a_good_checkpoint_is_refused(glm5, place, tmp_path):
 
 
 # What the verbs do
+
+
+OWN_TEXT = "glm5 train tiny --run-dir runs/mine --data.sources path/to/your/code"
+
+
+@pytest.mark.parametrize(
+    "recipe, run, commands",
+    [
+        ("tiny", "runs/tiny", ["glm5 train midtrain", OWN_TEXT]),
+        ("tiny", "runs/mine", ["glm5 train midtrain --init.run runs/mine", OWN_TEXT]),
+        ("midtrain", "runs/midtrain", ["glm5 train dsa_warmup"]),
+        ("dsa_warmup", "runs/dsa_warmup", ["glm5 train dsa_sparse"]),
+        ("dsa_sparse", "runs/dsa_sparse", []),
+        ("small", "runs/small", [OWN_TEXT]),
+    ],
+)
+def test_a_finished_stage_names_the_next(recipe, run, commands):
+    assert next_trainings(RECIPES[recipe](), pathlib.Path(run), recipe) == commands
+
+
+def test_what_is_no_stage_as_it_stands_names_no_next_one():
+    tiny = RECIPES["tiny"]()
+    other = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, intermediate_size=64))
+    for config, recipe in ((other, "tiny"), (tiny, "path/to/mine.py")):
+        assert next_trainings(config, pathlib.Path("runs/x"), recipe) == [OWN_TEXT]
 
 
 def test_settings_of_the_command_line_reach_the_run(place):

@@ -19,18 +19,24 @@ from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpu
 from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from glm5_jax.train.metrics import plot
 from glm5_jax.train.sources import list_files, parse_source
+from glm5_jax.train.stages import RECIPES
 from glm5_jax.train.step import LossConfig
 from glm5_jax.train.token_cache import tokenised
 
 
-def final_words(config, run_dir: pathlib.Path, result) -> str:
-    """A sampled continuation, the score, where everything lies and what to try next."""
+def final_words(config, run_dir: pathlib.Path, result, recipe: str) -> str:
+    """A sampled continuation, the score, where everything lies and what to try next. recipe: CONFIG of the command line."""
     prompt, new = sample_held_out(config, result)
     curve = run_dir / "loss.png"
     try:
         plot(run_dir, curve)
     except (UserError, OSError) as error:  # no matplotlib, a full disk: the run is done all the same
         curve = error
+    commands = [
+        f'glm5 generate {run_dir} --prompt "def parse(" --temperature 0.7',
+        f"glm5 eval {run_dir} --sources path/to/your/code",
+        *next_trainings(config, run_dir, recipe),
+    ]
     return f"""
 held-out bits per byte: {result.bits_per_byte:.4f}
 
@@ -43,9 +49,19 @@ checkpoints  {run_dir / "checkpoints"}
 loss curve   {curve}
 
 next:
-  glm5 generate {run_dir} --prompt "def parse(" --temperature 0.7
-  glm5 eval {run_dir} --sources path/to/your/code
-  glm5 train tiny --run-dir runs/mine --data.sources path/to/your/code"""
+""" + "\n".join(f"  {command}" for command in commands)
+
+
+def next_trainings(config, run_dir: pathlib.Path, recipe: str) -> list[str]:
+    """Commands that train next: the stage that starts from a recipe's run, and, after fresh weights, other text."""
+    usual = f"runs/{recipe}"
+    commands = []
+    for name, make in RECIPES.items():
+        # Another model than the recipe's would need the same changes in the next stage.
+        if make().init.run == usual and config.model == RECIPES[recipe]().model:
+            commands.append(f"glm5 train {name}" + (f" --init.run {run_dir}" if str(run_dir) != usual else ""))
+    own = "glm5 train tiny --run-dir runs/mine --data.sources path/to/your/code"
+    return commands if config.init.run else [*commands, own]
 
 
 def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 96) -> tuple[str, str]:
