@@ -408,7 +408,7 @@ def test_the_loss_of_the_indexer_is_in_the_line_of_progress(config, tmp_path, ca
     loss = LossConfig(mtp_steps=0, index_weight=1.0)
     train(dataclasses.replace(config, steps=1, loss=loss, freeze=("trunk",)), tmp_path / "run")
     ((_, kl),) = recorded(tmp_path / "run", "index_kl")
-    assert f"  index KL {kl:.4f}  " in capsys.readouterr().out and kl > 0
+    assert f"  index KL {kl:.4g}  " in capsys.readouterr().out and kl > 0
 
 
 def test_compiling_is_said_once_per_program_and_belongs_to_no_step(monkeypatch, config, tmp_path, capsys):
