@@ -441,7 +441,7 @@ def test_compiling_is_said_once_per_program_and_belongs_to_no_step(monkeypatch, 
 
 def test_a_non_finite_first_step_stops_the_run_and_names_step_and_documents(config, tmp_path):
     bad = dataclasses.replace(config, model=dataclasses.replace(config.model, initializer_range=1e30))
-    message = r"^step 1: loss \S+, gradient norm nan; documents: \S+doc\d\d\.txt[^\n]*; no checkpoint yet$"
+    message = r"^step 1: loss \S+, gradient norm nan, update norm nan; documents: \S+doc\d\d\.txt[^\n]*; no checkpoint yet$"
     with pytest.raises(UserError, match=message):
         train(bad, tmp_path / "run")
     assert on_disk(tmp_path / "run") == set()
@@ -450,19 +450,25 @@ def test_a_non_finite_first_step_stops_the_run_and_names_step_and_documents(conf
 def blows_up(config, **changes):
     """The first update throws the weights far out; the second gradient is not a number."""
     return dataclasses.replace(
-        config, lr=dataclasses.replace(config.lr, kind="constant", peak=1e30, warmup_steps=0),
+        config, lr=dataclasses.replace(config.lr, kind="constant", peak=1e15, warmup_steps=0),
         checkpoint=CheckpointConfig(every=1), **changes,
     )  # fmt: skip
 
 
 def test_a_non_finite_later_step_names_the_last_good_checkpoint_and_does_not_replace_it(config, tmp_path):
     run = tmp_path / "run"
-    message = rf"^step 2: loss \S+, gradient norm nan; .*; last good checkpoint: {run}/checkpoints/1$"
+    message = rf"^step 2: loss \S+, gradient norm nan, update norm nan; .*; last good checkpoint: {run}/checkpoints/1$"
     with pytest.raises(UserError, match=message):
         train(blows_up(config), run)
     assert on_disk(run) == {"1"}
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["step"] == 2 and line["grad_norm"] == "nan"
+
+
+def test_an_update_that_overflows_is_named_where_loss_and_gradient_are_finite(config, tmp_path):
+    far = dataclasses.replace(config, lr=LearningRate("constant", peak=1e30, warmup_steps=0))
+    with pytest.raises(UserError, match=r"^step 1: loss \d+\.\d+, gradient norm \d+\.\d+, update norm inf; documents: "):
+        train(far, tmp_path / "run")
 
 
 def test_skipping_non_finite_updates_goes_on_and_says_so(config, tmp_path, capsys):

@@ -362,7 +362,12 @@ class Run:
 
     def _not_finite(self, pending: _Pending, line: dict) -> None:
         names = ", ".join(dict.fromkeys(pending.doc_ids))
-        norms = {"grad_norm": "gradient norm", "grad_norm_indexer": "gradient norm of the indexer"}
+        norms = {
+            "grad_norm": "gradient norm",
+            "grad_norm_indexer": "gradient norm of the indexer",
+            "update_norm": "update norm",
+            "update_norm_indexer": "update norm of the indexer",
+        }
         norms = ", ".join(f"{words} {line[name]}" for name, words in norms.items() if name in line)
         what = f"step {pending.step}: loss {line['loss']}, {norms}; documents: {names[:500]}"
         if self.config.nonfinite == "skip":
