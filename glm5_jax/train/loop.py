@@ -77,7 +77,7 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
       Stopped: after a signal.
     """
     run_dir = pathlib.Path(run_dir)
-    attention.implementation(config.model.sparse_implementation)  # refuses what this machine cannot do
+    attention.implementation_of(config.model, config.micro_rows, config.data.seq_len)  # refuses what this machine cannot do
     with _only_one(run_dir):
         fresh = not resume or not (run_dir / "config.json").exists()
         if not fresh:
@@ -155,10 +155,11 @@ def _write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
         raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
 
 
-def _attention_words(model: ModelConfig) -> str:
+def _attention_words(config: TrainConfig) -> str:
+    model = config.model
     if model.attention == "dense":
         return "dense attention"
-    taken = attention.implementation(model.sparse_implementation)
+    taken = attention.implementation_of(model, config.micro_rows, config.data.seq_len)
     return f"sparse attention, {model.index_topk:,} keys a query, implementation {taken}"
 
 
@@ -207,7 +208,7 @@ class Run:
             self.corpus.summary,
             f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {', then '.join(rows)} tokens, "
             f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}",
-            f"trains: {', '.join(self._trained())}; {_attention_words(c.model)}; {_rate_words(c)}",
+            f"trains: {', '.join(self._trained())}; {_attention_words(c)}; {_rate_words(c)}",
         ]
         if c.model.attention == "sparse" and c.data.seq_len <= c.model.index_topk:
             lines.append(
