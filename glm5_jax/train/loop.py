@@ -23,7 +23,7 @@ import numpy as np
 import rich.progress
 
 from glm5_jax.compiling import compiler_options
-from glm5_jax.config import ModelConfig, check
+from glm5_jax.config import check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.sparse import attention
