@@ -148,7 +148,7 @@ def test_a_change_beyond_the_largest_step_never_comes():
     assert float(value(jnp.int32(2**31 - 2))) == np.float32(0.3)
 
 
-@pytest.mark.parametrize("rows", [((0, 3),), ((0, 0),), ((0, 2), (100, -2)), ((0, 2.5),)])
+@pytest.mark.parametrize("rows", [((0, 3),), ((0, 0),), ((0, 2), (100, 3)), ((0, 2.5),)])
 def test_rows_that_are_no_positive_multiple_of_a_micro_batch_are_refused(rows):
     with pytest.raises(UserError, match=r"^batch_rows=[-\d.]+: must be a positive multiple of micro_rows=2$"):
         BatchPlan(rows, 2, 8)
