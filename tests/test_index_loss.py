@@ -128,6 +128,11 @@ def test_the_two_losses_never_meet(network):
     bit_equal(of_indexers(both, False), of_indexers(no_kl, False))
     assert all((g == 0).all() for g in of_indexers(no_kl).values())
     assert all(np.abs(g).max() > 1e-4 for g in of_indexers(both).values())
+
+
+def test_the_weight_of_the_kl_scales_the_indexers_gradient_and_no_other():
+    model, batch = lively_model(step_config(attention="sparse", **SHARED)), packed_batch(ROWS, T)
+    _, both = loss_and_gradients(model, batch)
     _, hundred = loss_and_gradients(model, batch, dataclasses.replace(LOSS, index_weight=100.0))
     bit_equal(of_indexers(both, False), of_indexers(hundred, False))
     for path, g in of_indexers(both).items():
@@ -161,7 +166,7 @@ def test_shares_and_micro_batches_and_recomputation_do_not_change_the_gradient()
 
 def test_padding_and_masked_targets_do_not_count():
     model = lively_model(step_config(attention="sparse", index_topk=3))
-    batch = packed_batch(ROWS, T)
+    batch = packed_batch(ROWS, T) | {"loss_mask": jnp.ones((1, len(ROWS), T), bool)}
     parts, grads = loss_and_gradients(model, batch)
     longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 3))), batch)
     longer["tokens"] = longer["tokens"].at[..., T:].set(7)
@@ -169,9 +174,7 @@ def test_padding_and_masked_targets_do_not_count():
     np.testing.assert_allclose(more_parts["index_kl"], parts["index_kl"], rtol=1e-5)
     for path, g in of_indexers(grads).items():
         np.testing.assert_allclose(more[path], g, rtol=0, atol=1e-5)
-    mask = np.ones((1, len(ROWS), T), bool)
-    mask[0, 2:] = False  # nothing of the last two rows is a target: as if they were not there
-    first_rows = jax.tree.map(lambda x: x[:, :2], batch)
-    masked, _ = loss_and_gradients(model, batch | {"loss_mask": jnp.asarray(mask)})
-    alone, _ = loss_and_gradients(model, first_rows)
+    # Nothing of the last two rows is a target: as if they were not there, that is, padding.
+    masked, _ = loss_and_gradients(model, batch | {"loss_mask": batch["loss_mask"].at[:, 2:].set(False)})
+    alone, _ = loss_and_gradients(model, batch | {"segment_ids": batch["segment_ids"].at[:, 2:].set(0)})
     np.testing.assert_allclose(masked["index_kl"], alone["index_kl"], rtol=1e-5)
