@@ -146,7 +146,7 @@ def _backward(rank, scale, chunk, all_keys, saved, cotangents):
         weights = jnp.concatenate([d_scores, p], axis=2).astype(q.dtype)
         if all_keys:  # a reader that is not finite has weight NaN for keys it selected, 0 for others, and 0 * NaN is NaN
             readers = jnp.where(jnp.isfinite(readers), readers, 0)
-        sums[0] = add(sums[0], selected, _dot(f"btnk,btnr->{_axes(keys)}r", weights, readers))
+        sums[0] = add(sums[0], selected, _key_gradients(weights, readers, keys))
         if index is None:
             return sums, (d_q,)
         if all_keys:
@@ -181,6 +181,17 @@ def _products(q, keys):
     return jnp.swapaxes(jax.lax.optimization_barrier(_dot("btkr,btnr->btkn", keys, q)), 2, 3)
 
 
+def _key_gradients(weights, q, keys):
+    """Gradients of keys, in their axes, of the weights [B,t,N,K] with which their readers q [B,t,N,R] read them.
+
+    Where all queries read the same keys the sum runs over t and N, and a CPU copies its first factor turned round: the
+    readers, which are narrower than the weights.
+    """
+    if keys.ndim == 3:
+        return jnp.swapaxes(_dot("btnr,btnk->brk", q, weights), 1, 2)
+    return _dot("btnk,btnr->btkr", weights, q)
+
+
 def _index_scores(q, keys, w):
     """(scores of every head before ReLU [B,t,I,K], index scores [B,t,K]) of index keys."""
     dots = _dot(f"btij,{_axes(keys)}j->btik", q, keys) * q.shape[-1] ** -0.5
@@ -196,7 +207,7 @@ def _index_gradients(q, keys, w, target, keep, d_kl):
     d_dots = jnp.where(dots > 0, w[..., None] * d_scores[:, :, None] * q.shape[-1] ** -0.5, 0).astype(q.dtype)
     d_q = jnp.einsum(f"btik,{_axes(keys)}j->btij", d_dots, keys)
     q = q if keys.ndim == 4 else jnp.where(jnp.isfinite(q), q, 0)
-    return d_q, _dot(f"btik,btij->{_axes(keys)}j", d_dots, q), d_w.astype(w.dtype)
+    return d_q, _key_gradients(d_dots, q, keys), d_w.astype(w.dtype)
 
 
 def _softmax(scores, mask):
