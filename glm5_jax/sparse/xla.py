@@ -188,6 +188,7 @@ def _key_gradients(weights, q, keys):
     readers, which are narrower than the weights.
     """
     if keys.ndim == 3:
+        q, weights = (x.astype(at_least_float32(x.dtype)) for x in (q, weights))  # XLA lacks this product of bfloat16
         return jnp.swapaxes(_dot("btnr,btnk->brk", q, weights), 1, 2)
     return _dot("btnk,btnr->btkr", weights, q)
 
