@@ -1,4 +1,4 @@
-"""One decoder layer: attention and FFN, each behind a norm and added to the residual."""
+"""One decoder layer: attention and FFN, each behind a norm and added to the residual (paper section 2.1)."""
 
 from typing import NamedTuple
 

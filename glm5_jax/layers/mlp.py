@@ -1,4 +1,4 @@
-"""SwiGLU: the dense FFN of the first layers and the shared expert."""
+"""SwiGLU: the dense FFN of the first layers and the shared expert (paper section 2.1)."""
 
 import jax
 from flax import nnx

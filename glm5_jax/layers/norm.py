@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with float32 statistics."""
+"""RMSNorm and LayerNorm with float32 statistics, as in the released checkpoints; the paper does not spell them out."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rotary position embedding, interleaved or half-split.
+"""Rotary position embedding, interleaved or half-split (paper section 2.1; layouts as in the released checkpoints).
 
 The main attention rotates pairs (0,1), (2,3), ...; the indexer does so when `indexer_rope_interleave` is set (GLM), else
 it rotates (j, j + P/2) (DeepSeek-V3.2).

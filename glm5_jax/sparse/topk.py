@@ -1,4 +1,4 @@
-"""Exact, deterministic top-k over index scores.
+"""Exact, deterministic top-k over index scores (paper section 2.1.1).
 
 Ties go to the lowest position: ReLU makes exact 0.0 scores common, and a selection that differs between rollout and
 trainer makes RL collapse (paper section 3.2).

@@ -1,4 +1,7 @@
-"""DeepSeek Sparse Attention for any backend, in chunks of queries: the same functions as `reference`, memory linear in T."""
+"""DeepSeek Sparse Attention (paper section 2.1.1) for any backend, in chunks of queries: memory linear in T.
+
+The same functions as `reference`, which defines them.
+"""
 
 import functools
 
