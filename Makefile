@@ -10,6 +10,7 @@ run: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/sharded
 
 smoke: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m smoke tests

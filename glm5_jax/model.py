@@ -19,6 +19,8 @@ from glm5_jax.layers.mla import Keys, Selection
 from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import Spec, declare
+from glm5_jax.sharding.context import own, slots
+from glm5_jax.sharding.rules import look_up, whole
 from glm5_jax.sparse.masks import Rows
 
 COLLECTABLE = ("hidden", "selected", "index_scores", "router", "mtp")
@@ -110,6 +112,7 @@ class Group(nnx.Module):
         def body(carry, scanned):
             x, selection = carry
             params, keys = scanned
+            params = whole(params, self.cfg.dtype)
             new_keys, aux = [], []
             for i, block in enumerate(nnx.merge(graphdef, params)):
                 memory = None if keys is None else Memory(keys[i], start)
@@ -197,6 +200,9 @@ class Glm5(nnx.Module):
         Returns:
           (hidden [B,T,D] after the final norm, list over layers of aux, cache or None). aux holds "max_logit" (largest
           attention logit), for MoE layers "load" [E] and "balance" (sum over rows), and what `collect` names.
+
+        On a mesh the arguments are whole rows and what comes back belongs to this device's tokens (`sharding.context.own`);
+        "load" and "max_logit" are those of the device.
         """
         if segment_ids is None:
             segment_ids = jnp.ones(tokens.shape, jnp.int32)
@@ -206,9 +212,9 @@ class Glm5(nnx.Module):
             key_segment = jax.lax.dynamic_update_slice(cache.segment, segment_ids, (0, start))
         if positions is None:
             positions = default_positions(key_segment, start, tokens.shape[1])
-        slot = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        ctx = make_context(Rows(slot, segment_ids), key_segment, positions, self.cfg)
-        x, selection, aux, new_keys = self.embed(tokens), NOTHING, [], []
+        rows = Rows(start + slots(*tokens.shape), own(segment_ids))
+        ctx = make_context(rows, key_segment, own(positions), self.cfg)
+        x, selection, aux, new_keys = self.embed(own(tokens)), NOTHING, [], []
         for i, group in enumerate(self.groups):
             keys = None if cache is None else cache.keys[i]
             x, selection, keys, layer_aux = group(x, selection, ctx, keys, start, collect)
@@ -220,22 +226,31 @@ class Glm5(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token embeddings [B,T,D] in the compute dtype."""
-        return self.embedding[...][tokens].astype(self.cfg.dtype)
+        return look_up(self.embedding, tokens, self.cfg.dtype)
+
+    def output_matrix(self) -> jax.Array:
+        """The output head [D,W] as it is stored, so that its gradient is not rounded before devices add theirs."""
+        return whole(self.head, self.head.get_value().dtype)[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [B,T,W] of normed hidden states [B,T,D]."""
-        head = self.head[...].astype(hidden.dtype)
+        head = self.output_matrix().astype(hidden.dtype)
         return jnp.einsum("btd,dw->btw", hidden, head, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
 
     def mtp_steps(
         self, hidden, tokens, positions=None, segment_ids=None, steps: int = 1, collect=frozenset()
     ) -> list[MtpStep]:
-        """Unrolls the MTP layer over `steps` steps from the trunk's normed hidden states [B,T,D]; see `Mtp.unroll`."""
+        """Unrolls the MTP layer over `steps` steps from the trunk's normed hidden states [B,T,D]; see `Mtp.unroll`.
+
+        On a mesh `hidden` is that of this device's tokens, the other arguments are whole rows.
+        """
         if segment_ids is None:
             segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if positions is None:
             positions = default_positions(segment_ids, 0, tokens.shape[1])
-        return self.mtp.unroll(hidden, self.embed(tokens), positions, segment_ids, steps, frozenset(collect))
+        graphdef, params = nnx.split(self.mtp)
+        mtp = nnx.merge(graphdef, whole(params, self.cfg.dtype))
+        return mtp.unroll(hidden, tokens, self.embed, positions, segment_ids, steps, frozenset(collect))
 
 
 def default_positions(segment: jax.Array, start, t: int) -> jax.Array:

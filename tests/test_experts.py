@@ -253,3 +253,17 @@ def test_cost_follows_the_selection():
     sizes = [np.prod([int(n) for n in s.split(",")]) for s in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", many.as_text())]
     assert max(sizes) < 64 * 512 * 16  # E * M * F; the largest are R * D and E * D * F
     assert many.cost_analysis()["flops"] < 1.2 * few.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_pick_of_no_expert_adds_nothing_and_gets_no_gradient(name):
+    """As if its weight were 0, whatever its weight is: sorted behind the last group, it must not be read for it either."""
+    x, ids, weights, *matrices = make(75, 2, 8)
+    none = np.random.default_rng(1).random(ids.shape) < 0.3
+    none[3] = True
+    y, grads = program(name)(*float32((x, np.where(none, 8, ids), weights, *matrices)))
+    without = (x, ids, np.where(none, 0, weights), *matrices)
+    np.testing.assert_allclose(y, loop(*without), atol=1e-5)
+    for what, got, want in zip(NAMES, grads, loop_gradients(*without)):
+        want = np.where(none, 0, want) if what == "weights" else want
+        np.testing.assert_allclose(got, want, atol=2e-5, err_msg=what)

@@ -12,6 +12,7 @@ from glm5_jax.layers.moe import Moe
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.layers.rope import rotary_tables
+from glm5_jax.sharding.context import gather_row
 from glm5_jax.sparse.indexer import index_scores
 from glm5_jax.sparse.masks import Rows, visible
 
@@ -80,7 +81,7 @@ class Block(nnx.Module):
         a = rms_norm(x, self.input_norm[...], cfg.rms_norm_eps)
         if keys is None:
             keys = self.attention.keys(a, ctx)
-            keys = keys if memory is None else remember(memory, keys)
+            keys = jax.tree.map(gather_row, keys) if memory is None else remember(memory, keys)
         cq = self.attention.query_latent(a)
         sparse = cfg.attention == "sparse" and keys.latent.shape[1] > cfg.index_topk
         aux = {}

@@ -66,8 +66,8 @@ def experts(
 
     Args:
       x: [M, D] rows, float.
-      ids: [M, X] int32, the experts of each row, all different within a row, in 0..E-1.
-      weights: [M, X] float32 router weights; 0 is allowed.
+      ids: [M, X] int32, the experts of each row, all different within a row, in 0..E-1, or E for none.
+      weights: [M, X] float32 router weights; 0 is allowed. That of no expert does not count and gets the gradient 0.
       gate: [E, D, F], dtype of x.
       up: [E, D, F], dtype of x.
       down: [E, F, D], dtype of x.
@@ -100,6 +100,7 @@ def _choose(requested):
 
 @functools.partial(jax.jit, static_argnums=0)  # one program also when called outside jit: the same bits, and fast
 def _run(chosen, x, ids, weights, gate, up, down):
+    weights = jnp.where(ids < gate.shape[0], weights, 0)
     if chosen == "blocked":
         return _blocked(block_rows(ids.size, gate.shape[0]), x, ids, weights, gate, up, down)
     return {"reference": _reference, "ragged": _ragged}[chosen](x, ids, weights, gate, up, down)
@@ -180,7 +181,9 @@ def _ragged(x, ids, weights, gate, up, down):
     sizes = jnp.bincount(ids.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     rows = _permute(jnp.repeat(x, ids.shape[1], axis=0), order, position)
     h = _swiglu(lax.ragged_dot(rows, gate, sizes), lax.ragged_dot(rows, up, sizes))
-    y = _permute(lax.ragged_dot(h, down, sizes), position, order).reshape(*ids.shape, -1)
+    # What a grouped product leaves in rows of no group is not defined.
+    y = jnp.where((jnp.arange(order.size) < jnp.sum(sizes))[:, None], lax.ragged_dot(h, down, sizes), 0)
+    y = _permute(y, position, order).reshape(*ids.shape, -1)
     wide = _wide(x.dtype)
     return jnp.sum(y.astype(wide) * weights.astype(wide)[..., None], axis=1).astype(x.dtype)
 

@@ -16,6 +16,8 @@ from glm5_jax.layers.experts import experts
 from glm5_jax.layers.mlp import Mlp
 from glm5_jax.layers.norm import at_least_float32
 from glm5_jax.layers.param import declare
+from glm5_jax.sharding.expert import exchange
+from glm5_jax.sharding.mesh import size, total
 
 
 class Routing(NamedTuple):
@@ -66,16 +68,17 @@ def balance_loss(scores: jax.Array, ids: jax.Array, real: jax.Array) -> tuple[ja
     Args:
       scores: [B,T,E] float32. ids: int32 [B,T,X]. real: bool [B,T], False for padding.
     Returns:
-      (sum over rows of the loss, float32 scalar; tokens per expert, float32 [E]).
+      (sum over rows of the loss, float32 scalar; tokens per expert, float32 [E]). Where devices share out the tokens of a
+      row, their parts of the sum, and tokens of their own.
     """
     n_experts, per_token = scores.shape[-1], ids.shape[-1]
     real = real.astype(scores.dtype)
-    tokens = jnp.maximum(jnp.sum(real, axis=1), 1.0)
+    tokens = jnp.maximum(total(jnp.sum(real, axis=1), "context"), 1.0)
     rows = jnp.arange(ids.shape[0])[:, None, None]
     counts = jnp.zeros((ids.shape[0], n_experts), scores.dtype).at[rows, ids].add(real[..., None])
     share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
     mean_share = jnp.sum(share * real[..., None], axis=1) / tokens[:, None]
-    fraction = counts * (n_experts / per_token) / tokens[:, None]
+    fraction = total(counts, "context") * (n_experts / per_token) / tokens[:, None]
     return jnp.sum(fraction * mean_share), jnp.sum(counts, axis=0)
 
 
@@ -87,11 +90,11 @@ class Moe(nnx.Module):
         std = cfg.initializer_range
         self.cfg = cfg
         self.router = declare(
-            rngs, stack, (d, e), ("embed", "experts"), "router", std,
-            inputs=(-2,), outputs=(-1,), part=part, hf="mlp.gate.weight",
+            rngs, stack, (d, e), ("embed", "router"), "router", std,
+            inputs=(-2,), outputs=(-1,), part=part, wide=True, hf="mlp.gate.weight",
         )  # fmt: skip
         self.router_bias = declare(
-            rngs, stack, (e,), ("experts",), "router_bias", part=part, hf="mlp.gate.e_score_correction_bias"
+            rngs, stack, (e,), ("router",), "router_bias", part=part, hf="mlp.gate.e_score_correction_bias"
         )
         matrix = dict(kind="matrix", std=std, inputs=(-2,), outputs=(-1,), part=part)
         name = "mlp.experts.{e}."
@@ -114,6 +117,6 @@ class Moe(nnx.Module):
         b, t, d = x.shape
         weights = [w.astype(x.dtype) for w in (self.gate[...], self.up[...], self.down[...])]
         flat = (a.reshape(b * t, a.shape[-1]) for a in (x, routing.experts, routing.weights))
-        routed = experts(*flat, *weights).reshape(b, t, d)
+        routed = (exchange(experts, *flat, *weights) if size("expert") > 1 else experts(*flat, *weights)).reshape(b, t, d)
         balance, load = balance_loss(scores, routing.experts, real)
         return routed + self.shared(x), routing, {"balance": balance, "load": load}

@@ -5,6 +5,7 @@ step d - 1 (step 0 = the trunk after its final norm) and predicts token i + d + 
 `shared_head.norm`. Embedding and output head are the trunk's.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.layers.block import NOTHING, Block, make_context
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
+from glm5_jax.sharding.context import own, slots
 from glm5_jax.sparse.masks import Rows
 
 
@@ -56,14 +58,14 @@ class Mtp(nnx.Module):
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="shared_head.norm.weight")
 
     def unroll(
-        self, hidden: jax.Array, embedded: jax.Array, positions, segment_ids, steps: int, collect: frozenset = frozenset()
+        self, hidden, tokens, embed: Callable, positions, segment_ids, steps: int, collect: frozenset = frozenset()
     ) -> list[MtpStep]:
         """Unrolls the layer.
 
         Args:
           hidden: trunk state after its final norm [B,T,D].
-          embedded: embeddings of the same tokens [B,T,D].
-          positions, segment_ids: int32 [B,T].
+          tokens, positions, segment_ids: int32 [B,T].
+          embed: maps tokens [B,T] to their embeddings [B,T,D].
           steps: how many tokens beyond the next one to predict, at least 1.
           collect: see `Block`.
         Returns:
@@ -73,18 +75,16 @@ class Mtp(nnx.Module):
         share_selection = cfg.index_share_for_mtp_iteration or cfg.mtp_share_kv
         results, selection, keys = [], NOTHING, None
         for d in range(1, steps + 1):
-            ahead = jnp.pad(embedded[:, d:], ((0, 0), (0, min(d, embedded.shape[1])), (0, 0)))
             segment = jnp.where(same_document(segment_ids, d), segment_ids, 0)
             x = jnp.concatenate(
                 [
-                    rms_norm(ahead, self.embed_norm[...], cfg.rms_norm_eps),
+                    rms_norm(embed(own(shift(tokens, d))), self.embed_norm[...], cfg.rms_norm_eps),
                     rms_norm(hidden, self.hidden_norm[...], cfg.rms_norm_eps),
                 ],
                 axis=-1,
             )
             x = x @ self.project[...].astype(x.dtype)
-            slot = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), segment.shape)
-            ctx = make_context(Rows(slot, segment), segment, positions, cfg)
+            ctx = make_context(Rows(slots(*segment.shape), own(segment)), segment, own(positions), cfg)
             x, chosen, used, aux = self.block(
                 x, ctx, selection, keys=keys if cfg.mtp_share_kv else None,
                 collect=collect, reuse=share_selection and d > 1,

@@ -27,6 +27,7 @@ class Spec:
       outputs: dimensions it produces, counted from the end. All others (layers, experts) are a batch of matrices.
       heads: the output dimension that Muon Split cuts into one matrix per head (paper section 2.1), or None.
       part: "trunk", "indexer" or "mtp"; what a stage may freeze.
+      wide: used in float32 whatever the compute dtype.
       hf: name in the Hugging Face layout, relative to its layer ({e} = expert number).
     """
 
@@ -36,6 +37,7 @@ class Spec:
     outputs: tuple[int, ...] = ()
     heads: int | None = None
     part: str = "trunk"
+    wide: bool = False
     hf: str = ""
 
 

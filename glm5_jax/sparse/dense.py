@@ -29,19 +29,23 @@ class Tiles(NamedTuple):
 
 
 def dense(q, k, v, rows: Rows, key_segment, scale: float, block: int):
-    """Attention to all visible keys, expanded heads; queries and keys are those of the same tokens.
+    """Attention to all visible keys, expanded heads.
 
     Args:
-      q: [B,T,N,C+P]. k: [B,T,N,C+P]. v: [B,T,N,V]. key_segment: int32 [B,T].
+      q: [B,T,N,C+P]. k: [B,S,N,C+P]. v: [B,S,N,V]. rows: where the queries stand, slots ascending. key_segment: int32 [B,S].
       scale: factor on q.k. block: queries handled at once, at most.
     Returns:
       ([B,T,N,V] in v.dtype, logarithm of the softmax's sum float32 or wider [B,T,N], largest attention logit). The last two
       have no gradient. A token without visible keys, padding, gets 0 and `MASKED`/2.
     """
-    real = (key_segment != 0)[..., None, None]
-    q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))  # padding has weight 0, but 0 * NaN would still leak out of it
+    q, k, v = _real(rows.segment, q), _real(key_segment, k), _real(key_segment, v)
     out, lse, top = _dense(scale, _tiles(q.shape[1], q.shape[2], block), q, k, v, rows, key_segment)
     return out, jax.lax.stop_gradient(lse), jax.lax.stop_gradient(top)
+
+
+def _real(segment, x):
+    """x [B,T,...], 0 for padding: that has weight 0, but 0 * NaN would still leak out of it."""
+    return jnp.where((segment != 0).reshape(*segment.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def _tiles(t: int, n: int, block: int) -> Tiles:
@@ -76,7 +80,7 @@ def _forward(scale, tiles, q, k, v, rows, key_segment):
 def _attend(scale, tiles, q, k, v, tokens, i):
     """Block i of queries: (outputs [B,n,V,queries], logarithms of sums [B,n,queries], largest logit).
 
-    q, k: [B,n,T,.]. v: [B,n,V,T].
+    q: [B,n,T,.]. k: [B,n,S,.]. v: [B,n,V,S].
     """
     q = _block(q, i, tiles.queries, 2)
 
@@ -91,14 +95,14 @@ def _attend(scale, tiles, q, k, v, tokens, i):
     b, n, t, _ = q.shape
     wide = at_least_float32(q.dtype)
     start = (jnp.full((b, n, t), MASKED / 2, wide), jnp.zeros((b, n, t), wide), jnp.zeros((b, n, v.shape[2], t), wide))
-    top, total, out = jax.lax.fori_loop(0, _key_blocks(tiles, i), visit, start)
+    top, total, out = jax.lax.fori_loop(0, _key_blocks(tiles, tokens, i), visit, start)
     total = jnp.where(total == 0, 1, total)
     return out / total[:, :, None], top + jnp.log(total), jnp.max(top)
 
 
 def _backward(scale, tiles, saved, cotangents):
     q, k, v, rows, key_segment, out, lse = saved
-    d_out = jnp.where((key_segment != 0)[..., None, None], cotangents[0], 0)
+    d_out = _real(rows.segment, cotangents[0])
     inner = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1)
 
     def some_heads(x):
@@ -106,18 +110,17 @@ def _backward(scale, tiles, saved, cotangents):
         step = functools.partial(_attend_backward, scale, tiles, x, _padded(tiles, rows, key_segment))
         b, n, t, h = q.shape
         d_q = jnp.zeros((t // tiles.queries, b, n, h, tiles.queries), lse.dtype)
-        return jax.lax.scan(step, d_q, jnp.arange(t // tiles.keys))
+        return jax.lax.scan(step, d_q, jnp.arange(k.shape[2] // tiles.keys))
 
     d_q, (d_k, d_v) = jax.lax.map(some_heads, tuple(_by_heads(tiles, x) for x in (q, k, v, d_out, lse, inner)))
-    t = q.shape[1]
-    d_k, d_v = (_by_queries(t, jnp.swapaxes(x, -1, -2)) for x in (d_k, d_v))
-    return _by_queries(t, d_q).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    d_k, d_v = (_by_queries(k.shape[1], jnp.swapaxes(x, -1, -2)) for x in (d_k, d_v))
+    return _by_queries(q.shape[1], d_q).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
 
 def _attend_backward(scale, tiles, heads, tokens, d_q, j):
     """Adds to d_q [blocks,B,n,H,queries] what reaches it through block j of keys; gives gradients [B,n,keys,.] of the block.
 
-    heads: arrays [B,n,T,.] of some heads: q, k, v, d_out, lse, inner products of outputs and their gradients.
+    heads: arrays [B,n,T or S,.] of some heads: q, k, v, d_out, lse, inner products of outputs and their gradients.
     """
     k, v = (_block(x, j, tiles.keys, 2) for x in heads[1:3])
     turned = jnp.swapaxes(k, 2, 3)
@@ -134,7 +137,8 @@ def _attend_backward(scale, tiles, heads, tokens, d_q, j):
         return d_k, d_v, d_q.at[i].add(_dot("bnhk,bnkq->bnhq", turned, d_scores))
 
     start = (jnp.zeros(k.shape, d_q.dtype), jnp.zeros(v.shape, d_q.dtype), d_q)
-    first = j * tiles.keys // tiles.queries  # queries before it do not see these keys
+    last = tokens[0][:, tiles.queries - 1 :: tiles.queries]  # slots of the blocks' last queries
+    first = jnp.min(jnp.sum(last < j * tiles.keys, axis=1))  # queries before it do not see these keys
     d_k, d_v, d_q = jax.lax.fori_loop(first, d_q.shape[0], visit, start)
     return d_q, (d_k, d_v)
 
@@ -152,15 +156,16 @@ def dense_kl(q, k, lse, index: Index, rows: Rows, key_segment, scale: float, blo
       float32 or wider [B,T]; 0 for padding. Gradients reach `index` only.
     """
     q, k, lse = jax.lax.stop_gradient((q, k, lse))
-    real = key_segment != 0
-    q, k, index = jax.tree.map(lambda x: jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0), (q, k, index))
+    q, k = _real(rows.segment, q), _real(key_segment, k)
+    index = Index(_real(rows.segment, index.q), _real(key_segment, index.k), _real(rows.segment, index.w))
     return _kl(scale, _tiles(q.shape[1], q.shape[2], block), q, k, lse, index, rows, key_segment)
 
 
 class _Parts(NamedTuple):
-    """Arguments of `dense_kl` by heads, n at once, T filled up to whole blocks.
+    """Arguments of `dense_kl` by heads, n at once, T and S filled up to whole blocks.
 
-    q, k: [N/n,B,n,T,C+P]. lse: [N/n,B,n,T]. index_q: [I/n,B,n,T,J]. index_k: [1,B,1,T,J]. w: [I/n,B,n,T]. tokens: `_padded`.
+    q: [N/n,B,n,T,C+P]. k: [N/n,B,n,S,C+P]. lse: [N/n,B,n,T]. index_q: [I/n,B,n,T,J]. index_k: [1,B,1,S,J]. w: [I/n,B,n,T].
+    tokens: `_padded`.
     """
 
     q: jax.Array
@@ -239,9 +244,9 @@ def _kl_forward(scale, tiles, q, k, lse, index, rows, key_segment):
             return kl + jnp.sum(p * (jnp.log(jnp.where(p > 0, p, 1)) - log_q), axis=1)
 
         zero = jnp.zeros((q.shape[0], tiles.queries), lse.dtype)
-        top, total = jax.lax.fori_loop(0, _key_blocks(tiles, i), add_scores, (zero + MASKED / 2, zero))
+        top, total = jax.lax.fori_loop(0, _key_blocks(tiles, parts.tokens, i), add_scores, (zero + MASKED / 2, zero))
         index_lse = top + jnp.log(jnp.where(total == 0, 1, total))
-        return jax.lax.fori_loop(0, _key_blocks(tiles, i), add_kl, zero), index_lse
+        return jax.lax.fori_loop(0, _key_blocks(tiles, parts.tokens, i), add_kl, zero), index_lse
 
     kl, index_lse = jax.lax.map(some_queries, jnp.arange(parts.q.shape[3] // tiles.queries))
     return _by_queries(q.shape[1], kl[None, :, :, None])[..., 0], (q, k, lse, index, rows, key_segment, index_lse)
@@ -249,8 +254,8 @@ def _kl_forward(scale, tiles, q, k, lse, index, rows, key_segment):
 
 def _kl_backward(scale, tiles, saved, d_kl):
     *arguments, index_lse = saved
-    parts, key_segment, index = _parts(tiles, *arguments), arguments[-1], arguments[3]
-    d_kl = _by_heads(tiles._replace(heads=1), jnp.where(key_segment != 0, d_kl, 0)[..., None])[0]
+    parts, index, rows, key_segment = _parts(tiles, *arguments), *arguments[3:]
+    d_kl = _by_heads(tiles._replace(heads=1), _real(rows.segment, d_kl)[..., None])[0]
 
     def some_queries(d_k, x):
         i, index_lse = x
@@ -265,13 +270,13 @@ def _kl_backward(scale, tiles, saved, d_kl):
             return d_k.at[j].add(d_block), jax.tree.map(jnp.add, d_own, d_more)
 
         start = (jnp.zeros(jnp.swapaxes(own[0], -1, -2).shape, d_k.dtype), jnp.zeros(own[1].shape, d_k.dtype))
-        return jax.lax.fori_loop(0, _key_blocks(tiles, i), visit, (d_k, start))
+        return jax.lax.fori_loop(0, _key_blocks(tiles, parts.tokens, i), visit, (d_k, start))
 
-    _, b, _, t, width = parts.index_k.shape
-    d_k = jnp.zeros((t // tiles.keys, b, 1, tiles.keys, width), index_lse.dtype)
-    d_k, (d_q, d_w) = jax.lax.scan(some_queries, d_k, (jnp.arange(t // tiles.queries), index_lse))
-    gradients = jnp.swapaxes(d_q, 0, 1), jnp.swapaxes(d_k, -1, -2)[None], jnp.swapaxes(d_w, 0, 1)
-    d_q, d_k, d_w = (_by_queries(key_segment.shape[1], x) for x in gradients)
+    _, b, _, s, width = parts.index_k.shape
+    d_k = jnp.zeros((s // tiles.keys, b, 1, tiles.keys, width), index_lse.dtype)
+    d_k, (d_q, d_w) = jax.lax.scan(some_queries, d_k, (jnp.arange(len(index_lse)), index_lse))
+    d_q, d_w = (_by_queries(rows.slot.shape[1], jnp.swapaxes(x, 0, 1)) for x in (d_q, d_w))
+    d_k = _by_queries(key_segment.shape[1], jnp.swapaxes(d_k, -1, -2)[None])
     d_index = Index(d_q.astype(index.q.dtype), d_k[:, :, 0].astype(index.k.dtype), d_w.astype(index.w.dtype))
     return None, None, None, d_index, None, None
 
@@ -289,9 +294,9 @@ def _index_gradients(k, d_scores, d_k, own):
 _kl.defvjp(_kl_forward, _kl_backward)
 
 
-def _key_blocks(tiles: Tiles, i):
+def _key_blocks(tiles: Tiles, tokens, i):
     """How many blocks of keys block i of queries visits; the others lie behind it."""
-    return -(-(i + 1) * tiles.queries // tiles.keys)
+    return 1 + jnp.max(_block(tokens[0], i, tiles.queries, 1)) // tiles.keys
 
 
 def _dot(spec, x, y):
@@ -303,8 +308,10 @@ def _block(x, i, size: int, axis: int):
 
 
 def _padded(tiles: Tiles, rows: Rows, key_segment):
-    """(slots, segments, segments of keys), int32 [B,T] each, filled up with padding to whole blocks."""
-    return tuple(jnp.pad(x, [(0, 0), (0, -x.shape[1] % tiles.keys)]) for x in (*rows, key_segment))
+    """(slots, segments, segments of keys), int32 [B,T], [B,T], [B,S], filled up with padding to whole blocks."""
+    fill = [[(0, 0), (0, -x.shape[1] % tiles.keys)] for x in (rows.slot, key_segment)]
+    slot = jnp.pad(rows.slot, fill[0], mode="edge")  # ascending to the end
+    return slot, jnp.pad(rows.segment, fill[0]), jnp.pad(key_segment, fill[1])
 
 
 def _seen(tiles: Tiles, tokens, i, j):

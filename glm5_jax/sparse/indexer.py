@@ -60,7 +60,7 @@ class Indexer(nnx.Module):
         self.k_norm = declare(rngs, stack, (j,), ("index_dim",), "norm", part="indexer", hf=f"{hf}.k_norm.weight")
         self.k_bias = declare(rngs, stack, (j,), ("index_dim",), "bias", part="indexer", hf=f"{hf}.k_norm.bias")
         self.head_weights = declare(
-            rngs, stack, (d, i), ("embed", "index_heads"), hf=f"{hf}.weights_proj.weight", **narrow
+            rngs, stack, (d, i), ("embed", "index_heads"), wide=True, hf=f"{hf}.weights_proj.weight", **narrow
         )
 
     def keys(self, a: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

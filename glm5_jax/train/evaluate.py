@@ -11,28 +11,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.progress
+from jax.sharding import Mesh, PartitionSpec
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import check
 from glm5_jax.layers.mtp import shift
 from glm5_jax.model import Glm5, merge, split
+from glm5_jax.sharding.context import own
+from glm5_jax.sharding.mesh import AXES, ROWS, local, put_all_rows, total
+from glm5_jax.sharding.rules import parameter_specs
 from glm5_jax.train import retrieval
 from glm5_jax.train.loss import cross_entropy
 from glm5_jax.train.metrics import plot_by_length
 from glm5_jax.train.step import target_weights
 
 
-def make_loss_sum(graphdef, chunk: int) -> Callable[[dict, dict], jax.Array]:
-    """Compiled function (params, batch [B,T]) -> sum over targets of the loss in nats, float32."""
+def make_loss_sum(model: Glm5, chunk: int, mesh: Mesh | None = None) -> Callable[[dict, dict], jax.Array]:
+    """Compiled function (params, batch [B,T]) -> sum over targets of the loss in nats, float32.
 
-    @jit
+    Args:
+      model: real or abstract; on a mesh one that `place_parameters` has placed. Rows of a batch are cut over `ROWS`.
+    """
+    graphdef = split(model)[0]
+
     def loss_sum(params, batch):
         model = merge(graphdef, params)
         hidden, _, _ = model.trunk(batch["tokens"], batch["positions"], batch["segment_ids"])
-        targets = shift(batch["tokens"], 1)
-        return cross_entropy(hidden, model.head[...], targets, target_weights(batch, 1), chunk)
+        targets, weights = own(shift(batch["tokens"], 1)), own(target_weights(batch, 1))
+        return total(cross_entropy(hidden, model.output_matrix(), targets, weights, chunk), *AXES)
 
-    return loss_sum
+    specs = (parameter_specs(model), PartitionSpec(ROWS)) if mesh else None
+    compiled = jit(local(loss_sum, mesh, specs, PartitionSpec()))
+    return lambda params, batch: compiled(params, put_all_rows(batch, mesh))
 
 
 def in_batches(rows: Iterable[dict], size: int) -> Iterator[dict]:
@@ -64,7 +74,7 @@ def bits_per_byte(loss_sum, params: dict, batches: Iterable[dict], progress: Cal
     """
     nats, size, rows = 0.0, 0, 0
     for batch in batches:
-        arrays = {name: jnp.asarray(batch[name]) for name in ("tokens", "segment_ids", "positions")}
+        arrays = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
         nats += float(loss_sum(params, arrays))
         size += batch["bytes"]
         rows += int(np.any(batch["segment_ids"] != 0, axis=1).sum())

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.progress
 
@@ -26,6 +25,8 @@ from glm5_jax.compiling import compiler_options
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
+from glm5_jax.sharding.mesh import check_rows, make_mesh, put_rows, readers, shardings_of
+from glm5_jax.sharding.rules import parameter_specs, place_parameters
 from glm5_jax.sparse import attention
 from glm5_jax.train import flops
 from glm5_jax.train import run_dir as runs
@@ -38,7 +39,7 @@ from glm5_jax.train.metrics import read as metrics_of
 from glm5_jax.train.optimizer import make_optimizer
 from glm5_jax.train.schedule import by_step
 from glm5_jax.train.stages import InitConfig, TrainConfig
-from glm5_jax.train.step import Rates, TrainState, make_step, trainable_specs
+from glm5_jax.train.step import Rates, TrainState, flat, make_step, state_specs, trainable_specs
 
 
 class Stopped(Exception):
@@ -178,21 +179,32 @@ class Run:
     def __init__(self, config: TrainConfig, run_dir: pathlib.Path, corpus: Corpus):
         self.config, self.run_dir, self.corpus = config, run_dir, corpus
         self.plan = config.plan()
+        self.mesh = make_mesh(config.mesh)
+        for start in self.plan.phases(config.steps):
+            check_rows(self.mesh, self.plan.micro_rows_at(start), self.plan.length_at(start))
+        self.reader, self.readers = readers(self.mesh)
         self.model = runs.abstract(config.model, runs.network_class(config))
-        self.graphdef = split(self.model)[0]
+        if self.mesh:
+            self.model = place_parameters(self.model, dict(self.mesh.shape))
         specs = trainable_specs(self.model, config.freeze)
-        optimizer = make_optimizer(config.optimizer, config.lr.schedule(config.steps), specs)
+        cuts = flat(parameter_specs(self.model)) if self.mesh else None
+        optimizer = make_optimizer(config.optimizer, config.lr.schedule(config.steps), specs, cuts, self.mesh)
         rates = Rates(
             by_step(config.mtp_weight, self.plan, "mtp_weight"), by_step(config.bias_rate, self.plan, "bias_rate")
         )
-        step = make_step(self.model, optimizer, rates, config.loss, config.freeze)
-        self.step_fn = jax.jit(step, donate_argnums=0, compiler_options=compiler_options())
+        step = make_step(self.model, optimizer, rates, config.loss, config.freeze, self.mesh)
         self.programs: dict[tuple, Callable] = {}  # the compiled step, by the shape of its batch
-        self.init = functools.partial(first_state, config, optimizer)
         fresh = dataclasses.replace(config, init=InitConfig())
         self.template = jax.eval_shape(lambda: first_state(fresh, optimizer))
+        self.init = functools.partial(first_state, config, optimizer)
+        shardings = None
+        if self.mesh:
+            shardings = shardings_of(self.mesh, state_specs(self.template, self.model))
+            self.template = jax.tree.map(lambda leaf, s: leaf.update(sharding=s), self.template, shardings)
+            self.init = lambda: jax.device_put(first_state(config, optimizer), shardings)
+        self.step_fn = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options())
         self.lr = config.lr.schedule(config.steps)
-        self.loss_sum = make_loss_sum(self.graphdef, config.loss.chunk)
+        self.loss_sum = make_loss_sum(self.model, config.loss.chunk, self.mesh)
         self.flops = functools.cache(lambda length: flops.flops_per_token(self.model, length, config.loss.mtp_steps))
         self._open_data(0)
         self.say = print
@@ -204,10 +216,11 @@ class Run:
         c, devices = self.config, jax.devices()
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split(self.model)[1]))
         rows = [f"{self.plan.rows_at(s)} x {self.plan.length_at(s)}" for s in self.plan.phases(c.steps)]
+        mesh = ", " + " x ".join(f"{name} {n}" for name, n in self.mesh.shape.items()) if self.mesh else ""
         lines = [
             self.corpus.summary,
             f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} steps of {', then '.join(rows)} tokens, "
-            f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}; {c.optimizer.name}",
+            f"{self.plan.tokens_before(c.steps):,} in all; {len(devices)} x {devices[0].device_kind}{mesh}; {c.optimizer.name}",
             f"trains: {', '.join(self._trained())}; {_attention_words(c)}; {_rate_words(c)}",
         ]
         if c.model.attention == "sparse" and c.data.seq_len <= c.model.index_topk:
@@ -311,8 +324,8 @@ class Run:
         plan, data = self.plan, self.config.data
         self.phase = plan.phase_at(step)
         self.data = batches(
-            self.corpus, dataclasses.replace(data, seq_len=plan.length_at(step)), plan.micro_rows_at(step),
-            seed=data.seed + self.phase, process_index=jax.process_index(), process_count=jax.process_count(),
+            self.corpus, dataclasses.replace(data, seq_len=plan.length_at(step)), plan.micro_rows_at(step) // self.readers,
+            seed=data.seed + self.phase, process_index=self.reader, process_count=self.readers,
         )  # fmt: skip
 
     def _next_batch(self, step: int):
@@ -323,7 +336,7 @@ class Run:
         micro = [next(self.data) for _ in range(self.plan.micro_batches_at(step))]
         batch = {name: np.stack([m[name] for m in micro]) for name in ("tokens", "segment_ids", "positions")}
         ids = [ids for m in micro for row in m["doc_ids"] for ids in row]
-        return jax.tree.map(jnp.asarray, batch), batch["tokens"], batch["segment_ids"], ids
+        return put_rows(batch, self.mesh), batch["tokens"], batch["segment_ids"], ids
 
     def _report(self, pending: _Pending) -> None:
         """Reads the metrics of a step, writes them, and stops the run if the loss is not finite."""
@@ -332,7 +345,7 @@ class Run:
         seconds, self.last_time = now - max(self.last_time, 0), now
         finite = bool(values.pop("finite"))
         load = values.pop("load", None)
-        count, length = pending.tokens.size * jax.process_count(), pending.tokens.shape[-1]
+        count, length = pending.tokens.size * self.readers, pending.tokens.shape[-1]
         line = {name: (value if np.ndim(value) else float(value)) for name, value in values.items()}
         line |= {
             "lr": float(self.lr(pending.step - 1)),

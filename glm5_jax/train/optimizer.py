@@ -16,10 +16,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
+from jax.sharding import Mesh
 
 from glm5_jax.config import check
 from glm5_jax.layers.param import Spec
+from glm5_jax.train.muon import Matrices, scale_by_muon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,28 +51,33 @@ def decays(spec: Spec) -> bool:
     return spec.kind in ("matrix", "router", "embedding", "head")
 
 
-def muon_dimensions(spec: Spec, name: str) -> MuonDimensionNumbers | None:
-    """The matrix that Muon orthogonalises, None for an AdamW parameter; dimensions in neither part are a batch."""
+def muon_matrices(spec: Spec, name: str) -> Matrices | None:
+    """The matrices that Muon orthogonalises, None for an AdamW parameter."""
     if spec.kind != "matrix" or name == "adamw":
         return None
     outputs = spec.outputs
     if name == "muon_split" and spec.heads is not None:
         outputs = tuple(axis for axis in outputs if axis != spec.heads)
-    return MuonDimensionNumbers(spec.inputs, outputs)
+    return Matrices(spec.inputs, outputs)
 
 
 def make_optimizer(
-    cfg: OptimizerConfig, learning_rate: optax.Schedule, specs: dict[tuple, Spec]
+    cfg: OptimizerConfig,
+    learning_rate: optax.Schedule,
+    specs: dict[tuple, Spec],
+    cuts: dict | None = None,
+    mesh: Mesh | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer for a flat dict of parameters.
 
     Args:
       cfg: settings. learning_rate: step -> learning rate.
       specs: path -> declaration of each trainable parameter; the same keys as parameters and gradients.
+      cuts: path -> jax PartitionSpec over the mesh, if there is one.
     """
-    dimensions = {path: muon_dimensions(spec, cfg.name) for path, spec in specs.items()}
+    matrices = {path: muon_matrices(spec, cfg.name) for path, spec in specs.items()}
     decay = {path: decays(spec) for path, spec in specs.items()}
-    labels = {path: "adamw" if dims is None else "muon" for path, dims in dimensions.items()}
+    labels = {path: "adamw" if dims is None else "muon" for path, dims in matrices.items()}
 
     def masked(kind):  # the decay mask in the structure that `optax.partition` hands to each part
         return lambda tree: {p: (decay[p] if labels[p] == kind else optax.MaskedNode()) for p in tree}
@@ -82,15 +88,10 @@ def make_optimizer(
         )
     }
     if "muon" in labels.values():
-        parts["muon"] = muon(
-            learning_rate,
-            beta=cfg.momentum,
-            consistent_rms=cfg.update_rms,
-            weight_decay=cfg.weight_decay,
-            weight_decay_mask=masked("muon"),
-            muon_weight_dimension_numbers=lambda tree: {
-                p: dimensions[p] if labels[p] == "muon" else optax.MaskedNode() for p in tree
-            },
+        parts["muon"] = optax.chain(
+            scale_by_muon(matrices, cfg.momentum, cfg.update_rms, cuts, mesh),
+            optax.add_decayed_weights(cfg.weight_decay, masked("muon")),
+            optax.scale_by_learning_rate(learning_rate),
         )
     groups = {path: group_of(spec) for path, spec in specs.items()}
     clips = {group: optax.clip_by_global_norm(cfg.clip) for group in ("indexer", "network")}

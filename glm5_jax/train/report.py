@@ -119,10 +119,10 @@ def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
         done = rows
         bar.update(task, completed=rows)
 
-    graphdef, params = split(model)
+    params = split(model)[1]
     with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("evaluating", total=None)
-        loss_sum = make_loss_sum(graphdef, LossConfig().chunk)
+        loss_sum = make_loss_sum(model, LossConfig().chunk)
         score = bits_per_byte(loss_sum, params, batches, show)
     check(not math.isnan(score), "sources: too short, there is no byte of text to predict")
     print(f"{corpus.summary}\nbits per byte: {score:.4f} ({done:,} rows of {seq_len:,} tokens)")

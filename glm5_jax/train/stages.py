@@ -15,6 +15,7 @@ import jax
 
 from glm5_jax import config as models
 from glm5_jax.config import ModelConfig, check
+from glm5_jax.sharding.mesh import MeshConfig
 from glm5_jax.train.checkpoint import CheckpointConfig
 from glm5_jax.train.data import DataConfig
 from glm5_jax.train.optimizer import OptimizerConfig
@@ -54,7 +55,8 @@ class TrainConfig:
     network: str = "glm5_jax.model:Glm5"  # class of the network: module:Class or file.py:Class
     steps: int = 1000  # optimizer steps
     seed: int = 0  # of the initial weights
-    micro_rows: int = 8  # rows whose activations exist at once; a batch is a multiple
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    micro_rows: int = 8  # rows whose activations exist at once, on all devices together; a batch is a multiple
     batch_rows: ByTokens = ((0, 8),)  # rows of a batch, by tokens seen: pairs (tokens, rows)
     lengths: ByTokens = ()  # tokens per row, by tokens seen, rising to data.seq_len, more rows while shorter; none = seq_len
     mtp_weight: ByTokens = ((0, 0.3), (15e12, 0.1))  # weight of the MTP loss, by tokens seen

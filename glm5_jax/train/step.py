@@ -7,6 +7,7 @@ only, and nothing else reaches them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,11 +16,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, traverse_util
+from jax.sharding import Mesh, PartitionSpec
 
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.layers.mtp import same_document, shift
 from glm5_jax.layers.param import Spec
 from glm5_jax.model import Glm5, merge, specs, split
+from glm5_jax.sharding.context import own
+from glm5_jax.sharding.mesh import AXES, ROWS, largest, local, total
+from glm5_jax.sharding.rules import parameter_specs, uncut
 from glm5_jax.train.loss import cross_entropy
 from glm5_jax.train.optimizer import norms
 
@@ -79,8 +84,9 @@ def target_weights(batch: dict, ahead: int) -> jax.Array:
 
 def count_targets(batch: dict, mtp_steps: int) -> dict:
     """What the means of a whole batch divide by: targets of the next token, of each MTP step, and rows."""
-    counts = [jnp.maximum(jnp.sum(target_weights(batch, d)), 1.0) for d in range(1, mtp_steps + 2)]
-    rows = jnp.maximum(jnp.sum(jnp.any(batch["segment_ids"] != 0, axis=-1)), 1).astype(jnp.float32)
+    counts = [jnp.sum(target_weights(batch, d)) for d in range(1, mtp_steps + 2)]
+    rows = jnp.sum(jnp.any(batch["segment_ids"] != 0, axis=-1)).astype(jnp.float32)
+    *counts, rows = jnp.maximum(total(jnp.stack([*counts, rows]), *ROWS), 1.0)
     return {"next": counts[0], "mtp": counts[1:], "rows": rows}
 
 
@@ -92,15 +98,15 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
       counts: from `count_targets` of the whole batch.
     Returns:
       (loss float32, parts: "ce", "mtp", "balance", "index_kl", "load" [MoE layers,E], "max_logit"), all but the last
-      adding up over micro-batches; "index_kl" only if the indexer's loss has a weight.
+      adding up over micro-batches, and over the devices of a mesh; "index_kl" only if the indexer's loss has a weight.
     """
     tokens, positions, segments = batch["tokens"], batch["positions"], batch["segment_ids"]
     collect = frozenset({"index_kl"} if cfg.index_weight else ())
     hidden, aux, _ = model.trunk(tokens, positions, segments, collect=collect)
-    head = model.head[...]
+    head = model.output_matrix()
 
     def loss_at(hidden, ahead):
-        return cross_entropy(hidden, head, shift(tokens, ahead), target_weights(batch, ahead), cfg.chunk)
+        return cross_entropy(hidden, head, own(shift(tokens, ahead)), own(target_weights(batch, ahead)), cfg.chunk)
 
     ce = loss_at(hidden, 1) / counts["next"]
     load = [layer["load"] for layer in aux if "load" in layer]
@@ -129,15 +135,15 @@ def index_loss(cfg: ModelConfig, aux: list, steps: list, batch: dict, counts: di
     Args:
       aux: of the trunk's layers, with "index_kl" [b,T]. steps: MTP steps, which the MTP layer's one indexer serves.
     """
-    weights = target_weights(batch, 1) / counts["next"]
-    total = sum(share * jnp.sum(weights * layer["index_kl"]) for share, layer in zip(served_shares(cfg), aux))
+    weights = own(target_weights(batch, 1)) / counts["next"]
+    loss = sum(share * jnp.sum(weights * layer["index_kl"]) for share, layer in zip(served_shares(cfg), aux))
     indexers = sum(full for _, full in cfg.layer_kinds)
     if steps:
         indexers += 1
         for d, step in enumerate(steps, 1):
-            ahead = target_weights(batch, d + 1) / counts["mtp"][d - 1]
-            total += jnp.sum(ahead * step.aux["index_kl"]) / len(steps)
-    return total / indexers
+            ahead = own(target_weights(batch, d + 1)) / counts["mtp"][d - 1]
+            loss += jnp.sum(ahead * step.aux["index_kl"]) / len(steps)
+    return loss / indexers
 
 
 def served_shares(cfg: ModelConfig) -> list[float]:
@@ -155,7 +161,8 @@ def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict
     Args:
       trainable, frozen: flat dicts of parameters; together all of them.
     Returns:
-      (loss, parts as in `micro_loss`, flat dict of gradients).
+      (loss, parts as in `micro_loss`, flat dict of gradients). On a mesh the gradients of a device are those of the parts of
+      the parameters that it holds, of its own tokens alone where that is all of a parameter.
     """
     counts = count_targets(batch, cfg.mtp_steps)
 
@@ -178,7 +185,7 @@ def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict
 
     shapes = jax.eval_shape(grad, trainable, first)
     (total, parts), grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    parts["max_logit"] = jnp.float32(-jnp.inf)
+    parts["max_logit"] = jnp.full_like(parts["max_logit"], -jnp.inf)
     return jax.lax.scan(add, (total, parts, grads), batch)[0]
 
 
@@ -210,10 +217,57 @@ def init_state(model: Glm5, optimizer: optax.GradientTransformation, freeze: tup
     return TrainState(jnp.int32(0), params, optimizer.init({p: v for p, v in flat(params).items() if p in keep}))
 
 
+def make_gradients(model: Glm5, cfg: LossConfig, freeze: tuple[str, ...], mesh: Mesh | None = None) -> Callable:
+    """A function like `gradients`, of (trainable, frozen, batch, MTP weight), that all devices of a mesh work on.
+
+    Args:
+      model: on a mesh, one that `place_parameters` has placed. Parameters and gradients are cut as it says, the rows of a
+        batch over `ROWS`; loss and parts come back whole.
+    """
+    graphdef = split(model)[0]
+    if mesh is None:
+        return functools.partial(gradients, graphdef, cfg=cfg)
+    specs = flat(parameter_specs(model))
+    trainable = {p: specs[p] for p in trainable_specs(model, freeze)}
+    frozen = {p: spec for p, spec in specs.items() if p not in trainable}
+
+    def add_up(train, rest, batch, mtp_weight):
+        loss, parts, grads = gradients(graphdef, train, rest, batch, mtp_weight, cfg)
+        top = largest(parts.pop("max_logit"), *AXES)
+        loss, parts = total((loss, parts), *AXES)
+        return loss, parts | {"max_logit": top}, {p: total(g, *uncut(trainable[p])) for p, g in grads.items()}
+
+    return local(
+        add_up, mesh, in_specs=(trainable, frozen, PartitionSpec(None, ROWS), PartitionSpec()),
+        out_specs=(PartitionSpec(), PartitionSpec(), trainable),
+    )  # fmt: skip
+
+
+def state_specs(state: TrainState, model: Glm5) -> TrainState:
+    """The jax PartitionSpec of each leaf of a state: moments lie with their parameters, counters everywhere.
+
+    Args:
+      state: real or abstract. model: placed by `place_parameters`.
+    """
+    cuts = flat(parameter_specs(model))
+
+    def of_moment(path, leaf):
+        owners = [cuts[key.key] for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in cuts]
+        return owners[-1] if owners else PartitionSpec()
+
+    moments = jax.tree_util.tree_map_with_path(of_moment, state.opt_state)
+    return TrainState(PartitionSpec(), traverse_util.unflatten_dict(cuts), moments)
+
+
 def make_step(
-    model: Glm5, optimizer: optax.GradientTransformation, rates: Rates, cfg: LossConfig, freeze: tuple[str, ...]
+    model: Glm5,
+    optimizer: optax.GradientTransformation,
+    rates: Rates,
+    cfg: LossConfig,
+    freeze: tuple[str, ...],
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
-    """The step function; jit it with the state donated.
+    """The step function; jit it with the state donated. For model and mesh see `make_gradients`.
 
     A step whose loss, gradient norm or update norm is not finite leaves parameters and optimizer state as they were and
     says so in metrics["finite"]; the caller decides whether to go on.
@@ -225,7 +279,7 @@ def make_step(
     grad_norm_indexer and update_norm_indexer, each where something trains.
     """
     check(not cfg.mtp_steps or model.mtp is not None, "loss.mtp_steps: the model has no MTP layer; set it to 0")
-    graphdef = split(model)[0]
+    work_out = make_gradients(model, cfg, freeze, mesh)
     trainable = trainable_specs(model, freeze)
     biases = {p for p, spec in flat(specs(model)).items() if spec.kind == "router_bias" and spec.part not in freeze}
 
@@ -234,7 +288,7 @@ def make_step(
         train = {p: v for p, v in params.items() if p in trainable}
         frozen = {p: v for p, v in params.items() if p not in trainable}
         mtp_weight = rates.mtp_weight(state.step)
-        loss, parts, grads = gradients(graphdef, train, frozen, batch, mtp_weight, cfg)
+        loss, parts, grads = work_out(train, frozen, batch, mtp_weight)
         updates, opt_state = optimizer.update(grads, state.opt_state, train)
         grad_norms = _named_norms("grad_norm", grads, trainable)
         update_norms = _named_norms("update_norm", updates, trainable)
