@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5_jax.sparse.topk import MASKED, select_top_k
+from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_bisected
 
 
 def by_sorting(scores, k):
@@ -90,3 +90,34 @@ def test_negative_scores_win_over_masked_ones():
 def test_any_row_of_ties_and_masked_keys_equals_a_sort(row):
     scores = np.array([row], np.float32)
     np.testing.assert_array_equal(select_top_k(scores, 5), by_sorting(scores, 5))
+
+
+SPECIAL = [MASKED, -np.inf, -2.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, np.inf, np.nan]
+
+
+def check_bisected(scores, k):
+    np.testing.assert_array_equal(jax.jit(select_top_k_bisected, static_argnums=1)(scores, k), by_sorting(scores, k))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from([1, 15, 16, 33, 90, 700]), st.sampled_from([1, 2, 9]), st.integers(0, 2**32 - 1))
+def test_bisected_top_k_equals_a_sort_for_any_scores(n_keys, k, seed):
+    rng = np.random.default_rng(seed)
+    few = rng.choice(np.array(SPECIAL, np.float32), rng.integers(1, 12))  # of few values: many ties
+    check_bisected(rng.choice(few, (3, n_keys)), k)
+
+
+@pytest.mark.parametrize("k", [3, 40, 300])
+def test_bisected_top_k_equals_a_sort_for_long_rows(k):
+    rng, n = np.random.default_rng(4), 5000
+    normal, rising = rng.standard_normal(n), np.arange(n) / 7
+    rows = [normal, np.round(3 * normal), np.maximum(normal, 0), rising, -rising, np.where(np.arange(n) % 8, 0.0, normal)]
+    rows += [np.where(np.arange(n) < n - 2 * k, MASKED, normal), np.where(rng.random(n) < k / n / 2, normal, MASKED)]
+    check_bisected(np.stack(rows).astype(np.float32), k)
+
+
+def test_bisected_top_k_of_bfloat16_and_float64_equals_a_sort():
+    scores = np.random.default_rng(5).standard_normal((2, 400))
+    check_bisected(scores.astype("bfloat16"), 20)
+    with jax.enable_x64(True):
+        check_bisected(1 + 1e-12 * scores, 20)

@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from conftest import quick_compile
 from glm5_jax.sparse import reference, xla
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.masks import Rows
-from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_filtered
 
 N, R, P, I, J = 3, 6, 4, 3, 8
 SHAPES = {  # B, T, S, K
@@ -178,27 +175,6 @@ def test_the_largest_logit_is_that_of_real_queries(reading):
     got = jax.jit(xla.attend, static_argnums=(3, 4, 5))(q, latent, selected, R, 0.3, 4).max_logit
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     assert expected < 0
-
-
-SPECIAL = [MASKED, -np.inf, -2.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, np.inf, np.nan]
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(1, 90), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_filtered_top_k_equals_top_k_for_any_scores(n_keys, k, seed):
-    rng = np.random.default_rng(seed)
-    few = rng.choice(np.array(SPECIAL, np.float32), rng.integers(1, 12))  # of few values: many ties
-    scores = rng.choice(few, (3, n_keys))
-    with quick_compile():
-        np.testing.assert_array_equal(select_top_k_filtered(scores, k), select_top_k(scores, k))
-
-
-def test_filtered_top_k_equals_top_k_where_the_sample_misleads():
-    rising, plateau = np.arange(500.0), np.repeat([0.0, 5.0, 1.0], [200, 150, 150])
-    sampled_high, sampled_low = np.where(np.arange(500) % 16, [[0.0], [9.0]], [[9.0], [0.0]])
-    scores = np.stack([rising, rising[::-1], 0 * rising, plateau, sampled_high, sampled_low]).astype(np.float32)
-    for k in (7, 31, 100):
-        np.testing.assert_array_equal(select_top_k_filtered(scores, k), select_top_k(scores, k))
 
 
 def integers(rng, *shape):

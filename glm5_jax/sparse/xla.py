@@ -14,11 +14,10 @@ from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.loss import index_kl
 from glm5_jax.sparse.masks import Rows, visible
 from glm5_jax.sparse.reference import Attended
-from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_filtered
+from glm5_jax.sparse.topk import MASKED, select_top_k_bisected
 
 _KEY_BLOCK = 2048  # keys whose scores, of all index heads, exist at once
-_WIDTHS = 8  # selections are made among the first 1/8, 2/8, .. of the keys, as many as a chunk's queries can see
-_FILTERED_FROM = 8  # times K: with fewer keys, filtering them before the top-k costs more than it saves
+_WIDTHS = 4  # selections are made among the first 1/4, 2/4, .. of the keys, as many as a chunk's queries can see
 _ALL_KEYS_UP_TO = 4  # times K, on CPU: with more keys, reading all of them takes longer than gathering K
 # What a chunk may fill with the latents it gathers, or with scores: (a CPU's cache, a small part of another memory), bytes.
 _GATHERED_BYTES = (3 << 19, 256 << 20)
@@ -68,8 +67,7 @@ def _block_scores(scores, q, w, rows: Rows, keys, key_segment, block: int, n_blo
 
 def _choose(scores, width: int, k: int, places: int):
     """Selection among the first `width` keys, int32 [B,t,places]."""
-    best = select_top_k_filtered if width >= _FILTERED_FROM * k else select_top_k
-    return _pad(best(scores[..., :width], k), 2, places, fill=-1)[..., :places]
+    return _pad(select_top_k_bisected(scores[..., :width], k), 2, places, fill=-1)[..., :places]
 
 
 def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Index | None = None) -> Attended:
