@@ -81,12 +81,12 @@ def _kth_largest(numbers, k, bits: int):
 def _count(mask):
     """How many of the last axis hold, int32 [...]. XLA on CPU adds without vectors along a last axis, or more than 32."""
     sums = jnp.sum(jnp.swapaxes(_cut(mask, -(-mask.shape[-1] // 32)), -1, -2), axis=-1, dtype=jnp.int32)
-    return jnp.dot(sums.astype(jnp.float32), jnp.ones(sums.shape[-1])).astype(jnp.int32)
+    return _dot(sums.astype(jnp.float32), jnp.ones(sums.shape[-1])).astype(jnp.int32)
 
 
 def _places(mask, k: int):
     """Positions of what holds in mask [..., S], at most k, ascending: int32 [..., k], -1 for none."""
-    halves = jnp.dot(_cut(mask, 16).astype(jnp.float32), 2.0 ** jnp.arange(16)).astype(jnp.uint32)  # exact
+    halves = _dot(_cut(mask, 16).astype(jnp.float32), 2.0 ** jnp.arange(16)).astype(jnp.uint32)
     halves = _cut(halves, 2)
     words = halves[..., 0] | halves[..., 1] << 16
     count = jax.lax.population_count(words).astype(jnp.int32)
@@ -100,6 +100,11 @@ def _places(mask, k: int):
         low = jax.lax.population_count(word >> bit.astype(jnp.uint32) & ((1 << size) - 1)).astype(jnp.int32)
         bit, left = jnp.where(left < low, bit, bit + size), jnp.where(left < low, left, left - low)
     return jnp.where(at < words.shape[-1], 32 * at + bit, -1)
+
+
+def _dot(x, y):
+    """Product of integers below 2^24 in float32, exact: an accelerator would otherwise round its factors to bfloat16."""
+    return jnp.dot(x, y, precision="highest")
 
 
 def _cut(x, size: int):
