@@ -1,5 +1,6 @@
 """The command line: glm5 train | generate | eval | convert | bench | show."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -70,12 +71,21 @@ def train(arguments: list[str]) -> int:
     class Options(TrainConfig):
         run_dir: str = f"runs/{pathlib.Path((name or 'CONFIG').split(':')[0]).stem}"  # where config, metrics and checkpoints go
         resume: bool = True  # go on from the run directory's newest checkpoint; --no-resume deletes it and starts over
+        processes: int = 1  # that train together; 0 = as JAX finds them (TPU pods, Slurm)
+        process: int = 0  # number of this one among them; 0 reports
+        coordinator: str = ""  # HOST:PORT on which process 0 brings them together
 
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     about = "Trains a model, from fresh weights or, with --init.run RUN, from those of an earlier run; the settings are below."
     options = parse(Options(**fields), rest, f"glm5 train {name or 'CONFIG'}", about)
     config = TrainConfig(**{name: getattr(options, name) for name in fields})
-    return _train(config, pathlib.Path(options.run_dir), options.resume, name)
+    if options.processes == 1:
+        return _train(config, pathlib.Path(options.run_dir), options.resume, name)
+    from glm5_jax import processes
+
+    processes.join(options.coordinator, options.processes, options.process)
+    with contextlib.redirect_stdout(sys.stdout if options.process == 0 else open(os.devnull, "w")):
+        return _train(config, pathlib.Path(options.run_dir), options.resume, name)
 
 
 def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:

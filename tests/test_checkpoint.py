@@ -228,7 +228,7 @@ def test_any_damaged_file_is_noticed_and_the_step_before_is_used(tmp_path, damag
 
 def test_run_goes_on_over_a_damaged_step(tmp_path):
     run_with_steps(tmp_path, 10, 20)
-    flip(tmp_path / "checkpoints/20/data.0.json")
+    flip(tmp_path / "checkpoints/20/data.json")
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     checkpoints.restore(describe(small(0)))
     checkpoints.save(20, small(20), {"position": 20}, wait=True)
@@ -244,7 +244,7 @@ def test_file_that_does_not_belong_is_noticed(tmp_path):
 def test_every_checkpoint_damaged(tmp_path):
     run_with_steps(tmp_path, 10, 20)
     for step in (10, 20):
-        flip(tmp_path / f"checkpoints/{step}/data.0.json")
+        flip(tmp_path / f"checkpoints/{step}/data.json")
     with pytest.raises(UserError, match="every checkpoint is damaged .step 20: data.*; step 10: data") as raised:
         Checkpoints(tmp_path, KEEP_ALL).restore(describe(small(0)))
     assert "\n" not in str(raised.value)

@@ -2,7 +2,7 @@
 
     run_dir/checkpoints/<step>/
         arrays/params/, arrays/rest/    the state's tensors (orbax, OCDBT); params apart so that eval reads nothing else
-        data.<process>.json             where the data iterator of that process stood
+        data.json                       where the data iterator stood: the same for all processes, however many share its rows
         SHA256SUMS.<process>            digests of all of the above, in the format of `sha256sum -c`
 
 A step is written as `<step>.saving` and renamed when it is complete, so a kill at any moment leaves the whole step or
@@ -41,6 +41,7 @@ PyTree = Any
 Say = Callable[[str], None]
 
 _SUMS = "SHA256SUMS"
+_DATA = "data.json"
 _SAVING, _BAD = ".saving", ".bad"
 _TIMEOUT_S = 1200  # one process waits this long for the others before a save counts as failed
 
@@ -107,7 +108,8 @@ class Checkpoints:
             self._remove_leftovers()
             _check_space(self._dir, state)
             saving.mkdir(parents=True, exist_ok=True)
-            _data_file(saving).write_text(_encode(data_state))
+            if jax.process_index() == 0:
+                (saving / _DATA).write_text(_encode(data_state))
             self._orbax.save(saving / "arrays", args=ocp.args.Composite(**_save_args(state)))
         except Exception as error:
             self._give_up(step, error)
@@ -123,7 +125,8 @@ class Checkpoints:
         renamed to `<step>.bad`.
 
         Args:
-          template: the state wanted, as jax.ShapeDtypeStruct or arrays; their shardings, if any, place the result.
+          template: the state wanted, as jax.ShapeDtypeStruct or arrays; their shardings, if any, place the result,
+            whatever mesh it was saved on.
 
         Raises:
           UserError: every checkpoint is damaged, or the newest good one holds other tensors than `template`.
@@ -134,9 +137,7 @@ class Checkpoints:
             return None
         directory = self._dir / str(step)
         state = _read(directory, template, "", ("params", "rest"))
-        path = _data_file(directory)
-        check(path.exists(), f"{path}: missing; the run was saved by fewer than {jax.process_count()} processes")
-        data_state = _decode(path.read_text())
+        data_state = _decode((directory / _DATA).read_text())
         if jax.process_index() == 0:
             for bad in damaged:
                 _remove(self._dir / f"{bad}{_BAD}")
@@ -300,10 +301,6 @@ def _share(items: list) -> list:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _data_file(directory: Path) -> Path:
-    return directory / f"data.{jax.process_index()}.json"
 
 
 def _encode(data_state: bytes | dict) -> str:

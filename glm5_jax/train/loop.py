@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import json
 import math
 import os
 import pathlib
@@ -20,7 +21,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import rich.progress
+from jax.experimental import multihost_utils
 
+from glm5_jax import processes
 from glm5_jax.compiling import compiler_options
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
@@ -79,27 +82,35 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
     """
     run_dir = pathlib.Path(run_dir)
     attention.implementation_of(config.model, config.micro_rows, config.data.seq_len)  # refuses what this machine cannot do
-    with _only_one(run_dir):
-        fresh = not resume or not (run_dir / "config.json").exists()
+    with processes.watched(), _only_one(run_dir):
+        processes.agree("the settings", json.dumps(dataclasses.asdict(config) | {"resume": resume}, indent=0))
+        fresh = bool(processes.from_first("" if resume and (run_dir / "config.json").exists() else "fresh"))
         if not fresh:
             runs.check_same(runs.read_config(run_dir), config, run_dir)
         # A mistake in the settings or the data is found before anything of an earlier run is touched.
         data = run_dir / ("data.new" if fresh else "data")
         try:
             source = open_source(config, run_dir) if fresh and config.init.run else None
-            run = Run(config, run_dir, _load_corpus(config, data, fresh, source))
+            corpus = processes.first_alone(lambda: _load_corpus(config, data, fresh and _first(), source))
+            run = Run(config, run_dir, corpus)
             first = run.init() if fresh else None
         except BaseException:
-            if fresh:
+            if fresh and _first():
                 shutil.rmtree(data, ignore_errors=True)
                 with contextlib.suppress(OSError):  # not empty: it holds an earlier run
                     run_dir.rmdir()
             raise
-        if fresh:
+        if fresh and _first():
             _start_over(run_dir)
             data.rename(run_dir / "data")
+        processes.from_first("")  # nobody goes on before process 0 is here
         print(run.header())
         return run.train(first)
+
+
+def _first() -> bool:
+    """Whether this is the process that writes for all."""
+    return jax.process_index() == 0
 
 
 @contextlib.contextmanager
@@ -113,7 +124,7 @@ def _only_one(run_dir: pathlib.Path):
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, handle)
         try:
-            if jax.process_index() == 0:
+            if _first():
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{run_dir}: another process is training here") from None
@@ -124,7 +135,7 @@ def _load_corpus(config: TrainConfig, data: pathlib.Path, fresh: bool, source: S
     """The corpus, its tokens and tokenizer kept in `data`; checked against the model. The tokenizer is the source's."""
     if fresh:
         shutil.rmtree(data, ignore_errors=True)  # of an attempt that was killed
-    if source is not None:
+    if fresh and source is not None:
         bring_tokenizer(source, config.data.tokenizer, data)
     with rich.progress.Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("reading the corpus", total=None)
@@ -250,8 +261,9 @@ class Run:
             self.data.set_state(data_state)
         if start > self.config.steps:
             raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
-        _write_config(self.run_dir, self.config)
-        self.metrics = Metrics(self.run_dir, start, say=lambda text: self.say(text))
+        if _first():
+            _write_config(self.run_dir, self.config)
+            self.metrics = Metrics(self.run_dir, start, say=lambda text: self.say(text))
         progress = Progress(self.config.steps, start)
         try:
             with progress, self._signals():
@@ -264,7 +276,8 @@ class Run:
             if self.tracing:
                 jax.profiler.stop_trace()
             self.checkpoints.close()
-            self.metrics.close()
+            if _first():
+                self.metrics.close()
         return Result(score, self.corpus, state.params, already_done=start == self.config.steps)
 
     def _steps(self, state: TrainState, start: int) -> tuple[float, TrainState]:
@@ -273,19 +286,20 @@ class Run:
         for step in range(start, config.steps):
             self._trace(step, state)
             batch, tokens, segments, doc_ids = self._next_batch(step)
-            if tokens.shape not in self.programs:
+            shape = batch["tokens"].shape
+            if shape not in self.programs:
                 if pending:  # before the compiler takes its time, which is not that step's
                     self._report(pending)
                     pending = None
                 self._compile(state, batch)
-            state, metrics = self.programs[tokens.shape](state, batch)
+            state, metrics = self.programs[shape](state, batch)
             done = step + 1
             if pending:
                 self._report(pending)
             pending = _Pending(done, metrics, tokens, segments, doc_ids)
             evaluate = done % config.eval_every == 0 and done < config.steps
             save = done % config.checkpoint.every == 0 or done == config.steps
-            stop = self.signal  # read once: it may arrive between two lines
+            stop = self._stop(step)  # read once: it may arrive between two lines
             if evaluate or save or stop:
                 self._report(pending)
                 pending = None
@@ -298,6 +312,12 @@ class Run:
                 raise Stopped(stop)
         self._trace(config.steps, state)
         return self._final_score(state, start), state
+
+    def _stop(self, step: int) -> int | None:
+        """The signal that ends the run after this step; processes agree on the step."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            return signal.SIGTERM
+        return self.signal
 
     def _compile(self, state: TrainState, batch: dict) -> None:
         """Compiles the step for batches of this shape [A,b,T]; the time counts neither as a step's nor for the time left."""
@@ -361,7 +381,7 @@ class Run:
             line["utilisation"] = self.flops(length) * count / seconds / peak
         if load is not None and pending.step % self.config.eval_every == 0:
             line["load"] = load
-        if jax.process_index() == 0:
+        if _first():
             self.metrics.write(pending.step, line)
         self.progress.update(pending.step, line["loss"], line["tokens_per_s"], line.get(INDEX_KL))
         if not finite:
@@ -402,7 +422,7 @@ class Run:
         if math.isnan(score):
             self.say(f"step {step}: the held-out text is too short, there is no byte to predict")
             return score
-        if jax.process_index() == 0:
+        if _first():
             self.metrics.write(step, {"bits_per_byte": score, "held_out_rows": rows})
         self.say(f"step {step}: held-out bits per byte {score:.4f} ({'first' if rows else 'all'} {done[-1]:,} rows)")
         self.last_time = time.perf_counter()
@@ -421,7 +441,13 @@ class Run:
 
     @contextlib.contextmanager
     def _signals(self):
-        """SIGTERM and Ctrl-C end the run after the step in hand; a second Ctrl-C at once."""
+        """SIGTERM and Ctrl-C end the run after the step in hand; a second Ctrl-C at once.
+
+        Where several processes train, JAX takes SIGTERM to any of them and tells the others; Ctrl-C ends the one it reaches.
+        """
+        if jax.process_count() > 1:
+            yield
+            return
 
         def stop(number, frame):
             if self.signal and number == signal.SIGINT:

@@ -17,7 +17,8 @@ from glm5_jax.train.checkpoint import restore_params
 from glm5_jax.train.stages import TrainConfig
 
 # What may change between two starts of one run: nothing that a finished step depended on.
-RESUMABLE = ("steps", "eval_every", "eval_rows", "checkpoint", "nonfinite", "profile")
+# On another mesh a run goes on with the same values; only sums over devices may round differently from then on.
+RESUMABLE = ("steps", "eval_every", "eval_rows", "checkpoint", "nonfinite", "profile", "mesh")
 
 
 def write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:

@@ -1,0 +1,85 @@
+"""A state saved on one mesh and read on another, and rows of a batch shared out anew: nothing changes and nothing is lost."""
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.errors import UserError
+from glm5_jax.sharding.mesh import MeshConfig, check_rows, make_mesh, put_all_rows, readers, shardings_of
+from glm5_jax.train.checkpoint import CheckpointConfig, Checkpoints, restore_params
+from glm5_jax.train.step import LossConfig, state_specs
+from helpers_mesh import inputs, make, mesh, network, state_on
+
+CFG = network(dtype="float64")
+
+
+def some_mesh(*sizes):
+    """A mesh of as many of the 8 devices as it needs; None for one."""
+    return make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
+
+
+def state(m):
+    """A state on a mesh whose moments are not zero either."""
+    _, model, optimizer = make(CFG, None, LossConfig(mtp_steps=1, index_weight=1.0))
+    full = jax.tree.map(lambda x: np.asarray(x) + 1, state_on(None, model, optimizer, inputs("float64")[0]))
+    return jax.device_put(full, shardings_of(m, state_specs(full, make(CFG, m, LossConfig(mtp_steps=1, index_weight=1.0))[1])))
+
+
+def template(m):
+    _, model, optimizer = make(CFG, m, LossConfig(mtp_steps=1, index_weight=1.0))
+    shapes = jax.eval_shape(lambda: state_on(None, model, optimizer, inputs("float64")[0]))
+    if m is None:
+        return shapes
+    return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings_of(m, state_specs(shapes, model)))
+
+
+def test_a_checkpoint_moves_between_meshes(tmp_path):
+    """8 devices to 4 and 1, and to another factorisation of 8: every value to the bit, each part where its rule says."""
+    full = state(mesh(2, 2, 2))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(7, full, {"at": 3}, wait=True)
+    for sizes in ((1, 4, 1), (1, 1, 1), (1, 2, 4), (8, 1, 1)):
+        wanted = template(some_mesh(*sizes))
+        step, found, data = checkpoints.restore(wanted)
+        assert (step, data) == (7, {"at": 3})
+        for a, b, w in zip(*map(jax.tree.leaves, (full, found, wanted)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+            assert w.sharding is None or b.sharding.is_equivalent_to(w.sharding, b.ndim)
+        _, params = restore_params(tmp_path, wanted.params)
+        jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(full.params))
+    checkpoints.close()
+
+
+def test_rows_of_a_batch_lie_in_order_over_data_and_expert():
+    m = mesh(2, 2, 2)
+    rows = np.arange(8 * 3).reshape(8, 3)
+    placed = put_all_rows({"tokens": rows}, m)["tokens"]
+    for shard in placed.addressable_shards:
+        at = [int(i) for i in np.argwhere(m.devices == shard.device)[0]]
+        first = 4 * at[0] + 2 * at[1]
+        np.testing.assert_array_equal(shard.data, rows[first : first + 2])
+    assert readers(m) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "cfg, words",
+    [
+        (dict(data=3), "mesh data x expert x context = 3x1x1: there are 8 devices"),
+        (dict(expert=3), "mesh data x expert x context = -1x3x1: there are 8 devices"),
+        (dict(context=16), "mesh data x expert x context = -1x1x16: there are 8 devices"),
+        (dict(data=0), "mesh.data=0: must be at least 1, or -1"),
+        (dict(expert=-1), "mesh.expert=-1: must be at least 1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(cfg, words):
+    with pytest.raises(UserError, match=words):
+        make_mesh(MeshConfig(**cfg))
+
+
+def test_what_does_not_divide_is_refused_by_name():
+    with pytest.raises(UserError, match="micro_rows=6: must be a multiple of mesh data x expert = 4"):
+        check_rows(mesh(2, 2, 2), 6, 16)
+    with pytest.raises(UserError, match="mesh.context=2: rows of 18 tokens cannot be cut into 4 equal pieces"):
+        check_rows(mesh(2, 2, 2), 8, 18)
+    with pytest.raises(UserError, match="mesh.expert=8: 5 experts cannot be spread evenly over it"):
+        make(network(n_routed_experts=5), mesh(1, 8, 1), LossConfig(mtp_steps=1, index_weight=1.0))
