@@ -108,7 +108,7 @@ def watched(say: Callable[[str], None] = lambda line: print(line, file=sys.stder
 
 
 class _Watch:
-    """One end of the connections. Messages: "." alive, "q" leaves in order, "x" with number, reason, newline: that one is lost."""
+    """One end of the connections. Messages: "." alive, "q" leaves in order, "x" number, reason, newline: that one is lost."""
 
     def __init__(self, say):
         self.say, self.done = say, threading.Event()

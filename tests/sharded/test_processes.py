@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from glm5_jax.errors import UserError
+from glm5_jax.processes import join
 from helpers_train import recorded, write_corpus, write_run_config
 
 # One MoE layer and AdamW: fewer collectives, which take milliseconds each between processes.
@@ -90,3 +92,16 @@ def test_processes_with_other_settings_say_so_and_stop(place):
     assert [p.returncode for p in processes] == [2, 2], errors
     for error in errors:
         assert 'process 1 differs from process 0 in the settings: "seed": 1, not "seed": 0' in error
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("", 2, 0), "coordinator: 2 processes need one, HOST:PORT of process 0"),
+        (("127.0.0.1:1", 2, 2), "process=2: must lie in 0..1"),
+        (("127.0.0.1:1", -1, 0), "processes=-1: must not be negative"),
+    ],
+)
+def test_processes_that_cannot_come_together_are_refused(arguments, words):
+    with pytest.raises(UserError, match=words):
+        join(*arguments)
