@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.train.loss import cross_entropy
+from glm5_jax.train.loss import cross_entropies, cross_entropy
 from helpers_train import buffer_sizes, log_softmax
 
 B, T, D, W = 2, 12, 5, 31
@@ -45,6 +45,25 @@ def test_value_and_gradients_for_chunks_that_divide_the_row_and_that_do_not(chun
     np.testing.assert_allclose(d_hidden, expected[1], atol=2e-6)
     np.testing.assert_allclose(d_head, expected[2], atol=5e-6)
     np.testing.assert_allclose(cross_entropy(*args, chunk), expected[0], rtol=1e-6)  # without gradients: another path
+
+
+@pytest.mark.parametrize("chunk", [5, 12])
+def test_several_sums_of_one_head(chunk):
+    """Each sum by itself, without a gradient; the gradient is that of their scaled sum, whatever else is done to the sums."""
+    parts, scales = [example(seed) for seed in range(3)], np.array([1.0, 0.0, 0.3], np.float32)
+    head = parts[0][1]
+    hidden, targets, weights = (np.stack([part[i] for part in parts]) for i in (0, 2, 3))
+
+    def run(hidden, head):
+        total, sums = cross_entropies(hidden, head, targets, weights, scales, chunk)
+        return total + jnp.sum(7 * sums), (total, sums)
+
+    (_, (total, sums)), (d_hidden, d_head) = jax.value_and_grad(run, (0, 1), has_aux=True)(hidden, head)
+    expected = [reference(h, head, t, w) for h, t, w in zip(hidden, targets, weights)]
+    np.testing.assert_allclose(sums, [loss for loss, _, _ in expected], rtol=1e-6)
+    np.testing.assert_allclose(total, sum(s * loss for s, (loss, _, _) in zip(scales, expected)), rtol=1e-6)
+    np.testing.assert_allclose(d_hidden, [s * d for s, (_, d, _) in zip(scales, expected)], atol=2e-6)
+    np.testing.assert_allclose(d_head, sum(s * d for s, (_, _, d) in zip(scales, expected)), atol=5e-6)
 
 
 def test_gradients_scale_with_the_cotangent():

@@ -5,12 +5,14 @@ X per token. This file is what comes after the router:
 
     y[m] = sum_j weights[m, j] * down[e] (silu(x[m] gate[e]) * (x[m] up[e])),    e = ids[m, j]
 
-Three implementations of that sum; `implementation` says which one a backend takes:
+Implementations of that sum; `implementation` says which one a backend takes:
 
   - "reference": the definition, every expert for every row. For tests.
   - "blocked": rows sorted by expert and cut into blocks of one expert each; a loop runs over the blocks in use and
     writes its own gradient. The default on CPU, where XLA lowers `ragged_dot` to every expert for every row.
-  - "ragged": the same sort, then `jax.lax.ragged_dot`. The default on TPU and GPU, which have grouped kernels for it.
+  - "ragged": the same sort, then `jax.lax.ragged_dot`. The default on GPU, which has grouped kernels for it.
+  - "megablox": the same sort, then JAX's Pallas kernels for grouped products. The default on TPU, where XLA lowers the
+    gradient of `ragged_dot` by the matrices to every expert for every row (jax 0.10).
 
 Rows move by gathers in both directions, never by scatter-add: that is faster on CPU and gives the same bits every run.
 
@@ -28,7 +30,7 @@ from jax import lax
 from glm5_jax.compiling import target_platform
 from glm5_jax.config import check
 
-IMPLEMENTATIONS = ("reference", "blocked", "ragged")
+IMPLEMENTATIONS = ("reference", "blocked", "ragged", "megablox")
 
 
 def implementation(backend: str, requested: str | None = None) -> str:
@@ -39,13 +41,13 @@ def implementation(backend: str, requested: str | None = None) -> str:
       requested: one of `IMPLEMENTATIONS`, or None for the backend's default.
 
     Returns:
-      `requested` if given, otherwise "blocked" on CPU and "ragged" elsewhere.
+      `requested` if given, otherwise "blocked" on CPU, "megablox" on TPU and "ragged" elsewhere.
 
     Raises:
       UserError: `requested` is not one of `IMPLEMENTATIONS`.
     """
     if requested is None:
-        return "blocked" if backend == "cpu" else "ragged"
+        return {"cpu": "blocked", "tpu": "megablox"}.get(backend, "ragged")
     check(requested in IMPLEMENTATIONS, f"implementation={requested!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     return requested
 
@@ -77,12 +79,17 @@ def experts(
       [M, D], dtype of x. The sum over the X experts runs in float32 (float64 if x is).
 
     Raises:
-      UserError: shapes or dtypes do not fit together, or the implementation is unknown.
+      UserError: shapes or dtypes do not fit together or the implementation, or that is unknown.
     """
     _check_arguments(x, ids, weights, gate, up, down)
     if x.shape[0] == 0:
         return x
-    return _run(_choose(implementation), x, ids, weights, gate, up, down)
+    chosen = _choose(implementation)
+    check(
+        chosen != "megablox" or x.dtype in (jnp.float32, jnp.bfloat16),
+        f"implementation=megablox: takes float32 or bfloat16, not {x.dtype}",
+    )
+    return _run(chosen, x, ids, weights, gate, up, down)
 
 
 def block_rows(rows: int, experts: int) -> int:
@@ -103,7 +110,9 @@ def _run(chosen, x, ids, weights, gate, up, down):
     weights = jnp.where(ids < gate.shape[0], weights, 0)
     if chosen == "blocked":
         return _blocked(block_rows(ids.size, gate.shape[0]), x, ids, weights, gate, up, down)
-    return {"reference": _reference, "ragged": _ragged}[chosen](x, ids, weights, gate, up, down)
+    if chosen == "reference":
+        return _reference(x, ids, weights, gate, up, down)
+    return _ragged({"ragged": lax.ragged_dot, "megablox": _megablox}[chosen], x, ids, weights, gate, up, down)
 
 
 def _check_arguments(x, ids, weights, gate, up, down):
@@ -163,7 +172,7 @@ def _reference(x, ids, weights, gate, up, down):
     return jnp.einsum("mef,efd,me->md", h, down, combine).astype(x.dtype)
 
 
-# "ragged"
+# "ragged" and "megablox"
 
 
 @jax.custom_vjp
@@ -175,17 +184,32 @@ def _permute(rows, index, inverse):
 _permute.defvjp(lambda rows, index, inverse: (rows[index], inverse), lambda inverse, dy: (dy[inverse], None, None))
 
 
-def _ragged(x, ids, weights, gate, up, down):
+def _ragged(dot, x, ids, weights, gate, up, down):
+    """dot: (rows [R,.], matrices [E,.,.], sizes int32 [E]) -> [R,.], product of each group of rows and its matrix."""
     order, position = _sort(ids)
     position = position.reshape(-1)
     sizes = jnp.bincount(ids.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-    rows = _permute(jnp.repeat(x, ids.shape[1], axis=0), order, position)
-    h = _swiglu(lax.ragged_dot(rows, gate, sizes), lax.ragged_dot(rows, up, sizes))
-    # What a grouped product leaves in rows of no group is not defined.
-    y = jnp.where((jnp.arange(order.size) < jnp.sum(sizes))[:, None], lax.ragged_dot(h, down, sizes), 0)
+    # What a grouped product leaves in rows of no group is not defined, nor what its gradient does.
+    grouped = (jnp.arange(order.size) < jnp.sum(sizes))[:, None]
+    rows = jnp.where(grouped, _permute(jnp.repeat(x, ids.shape[1], axis=0), order, position), 0)
+    h = _swiglu(dot(rows, gate, sizes), dot(rows, up, sizes))
+    y = jnp.where(grouped, dot(h, down, sizes), 0)
     y = _permute(y, position, order).reshape(*ids.shape, -1)
     wide = _wide(x.dtype)
     return jnp.sum(y.astype(wide) * weights.astype(wide)[..., None], axis=1).astype(x.dtype)
+
+
+def _megablox(rows, matrices, sizes):
+    """Pallas kernels; elsewhere than on a TPU, for tests, interpreted."""
+    from jax.experimental.pallas.ops.tpu.megablox import gmm  # late: Pallas takes a second to import
+
+    n, (_, k, m) = rows.shape[0], matrices.shape
+    tiling = tuple(min(most, -(-size // 128) * 128) for most, size in zip(_MEGABLOX_TILES, (n, k, m)))
+    rows = jnp.pad(rows, ((0, -n % tiling[0]), (0, 0)))
+    return gmm(rows, matrices, sizes, rows.dtype, tiling, interpret=target_platform() != "tpu")[:n]
+
+
+_MEGABLOX_TILES = (512, 1024, 1024)  # rows, contracted and resulting width of a block; 5 MiB of VMEM in bfloat16
 
 
 # "blocked"

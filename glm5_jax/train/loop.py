@@ -212,7 +212,8 @@ class Run:
         if self.mesh:
             shardings = shardings_of(self.mesh, state_specs(self.template, self.model))
             self.template = jax.tree.map(lambda leaf, s: leaf.update(sharding=s), self.template, shardings)
-            self.init = lambda: jax.device_put(first_state(config, optimizer), shardings)
+            # By way of the host: every process has all of it, each device takes its part.
+            self.init = lambda: jax.device_put(jax.device_get(first_state(config, optimizer)), shardings)
         self.step_fn = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options())
         self.lr = config.lr.schedule(config.steps)
         self.loss_sum = make_loss_sum(self.model, config.loss.chunk, self.mesh)

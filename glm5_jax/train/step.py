@@ -25,7 +25,7 @@ from glm5_jax.model import Glm5, merge, specs, split
 from glm5_jax.sharding.context import own
 from glm5_jax.sharding.mesh import AXES, ROWS, largest, local, total
 from glm5_jax.sharding.rules import parameter_specs, uncut
-from glm5_jax.train.loss import cross_entropy
+from glm5_jax.train.loss import cross_entropies
 from glm5_jax.train.optimizer import norms
 
 
@@ -103,28 +103,40 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
     tokens, positions, segments = batch["tokens"], batch["positions"], batch["segment_ids"]
     collect = frozenset({"index_kl"} if cfg.index_weight else ())
     hidden, aux, _ = model.trunk(tokens, positions, segments, collect=collect)
-    head = model.output_matrix()
-
-    def loss_at(hidden, ahead):
-        return cross_entropy(hidden, head, own(shift(tokens, ahead)), own(target_weights(batch, ahead)), cfg.chunk)
-
-    ce = loss_at(hidden, 1) / counts["next"]
     load = [layer["load"] for layer in aux if "load" in layer]
     balance = sum((layer["balance"] for layer in aux if "balance" in layer), jnp.float32(0))
-    mtp, steps = jnp.float32(0), []
+    steps = []
     if cfg.mtp_steps:
         steps = model.mtp_steps(hidden, tokens, positions, segments, cfg.mtp_steps, collect)
-        mtp = sum(loss_at(s.hidden, d + 1) / counts["mtp"][d - 1] for d, s in enumerate(steps, 1)) / cfg.mtp_steps
         balance += sum(s.aux["balance"] for s in steps) / cfg.mtp_steps
         load.append(sum(s.aux["load"] for s in steps))
     balance = balance / counts["rows"]
-    loss = ce + mtp_weight * mtp + cfg.balance_weight * balance
+    loss, (ce, *mtp) = token_losses(model, hidden, steps, batch, counts, mtp_weight, cfg.chunk)
+    mtp = sum(mtp, jnp.float32(0)) / max(1, len(mtp))
+    loss += cfg.balance_weight * balance
     top = jnp.max(jnp.stack([layer["max_logit"] for layer in aux]))
     parts = {"ce": ce, "mtp": mtp, "balance": balance, "load": jnp.stack(load) if load else None, "max_logit": top}
     if cfg.index_weight:
         parts["index_kl"] = index_loss(model.cfg, aux, steps, batch, counts)
         loss += cfg.index_weight * parts["index_kl"]
     return loss, parts
+
+
+def token_losses(model: Glm5, hidden, steps: list, batch: dict, counts: dict, mtp_weight, chunk: int):
+    """Cross entropy of the next token and of each MTP step, from one pass over the head.
+
+    Args:
+      hidden: of the trunk [b,T,D]. steps: MTP steps. mtp_weight: of the mean over them.
+    Returns:
+      (their weighted sum, a list of their means over the whole batch's targets).
+    """
+    ahead = range(1, len(steps) + 2)
+    hidden = jnp.stack([hidden, *(step.hidden for step in steps)])
+    targets = jnp.stack([own(shift(batch["tokens"], d)) for d in ahead])
+    weights = [own(target_weights(batch, d)) / count for d, count in zip(ahead, [counts["next"], *counts["mtp"]])]
+    scales = jnp.stack([jnp.ones_like(mtp_weight), *[mtp_weight / len(steps) for _ in steps]])
+    loss, means = cross_entropies(hidden, model.output_matrix(), targets, jnp.stack(weights), scales, chunk)
+    return loss, list(means)
 
 
 def index_loss(cfg: ModelConfig, aux: list, steps: list, batch: dict, counts: dict) -> jax.Array:
