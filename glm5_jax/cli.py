@@ -81,10 +81,10 @@ def train(arguments: list[str]) -> int:
     config = TrainConfig(**{name: getattr(options, name) for name in fields})
     if options.processes == 1:
         return _train(config, pathlib.Path(options.run_dir), options.resume, name)
-    from glm5_jax import processes
+    from glm5_jax.processes import is_first, join
 
-    processes.join(options.coordinator, options.processes, options.process)
-    with contextlib.redirect_stdout(sys.stdout if options.process == 0 else open(os.devnull, "w")):
+    join(options.coordinator, options.processes, options.process)
+    with contextlib.redirect_stdout(sys.stdout if is_first() else open(os.devnull, "w")):
         return _train(config, pathlib.Path(options.run_dir), options.resume, name)
 
 

@@ -38,10 +38,16 @@ def join(coordinator: str, count: int, index: int) -> None:
     check(count == 0 or 0 <= index < count, f"process={index}: must lie in 0..{count - 1} (processes={count})")
     check(count == 0 or bool(coordinator), f"coordinator: {count} processes need one, HOST:PORT of process 0")
     given = dict(coordinator_address=coordinator, num_processes=count, process_id=index) if count else {}
+    patience = dict(initialization_timeout=120, heartbeat_timeout_seconds=30, shutdown_timeout_seconds=30)
     try:
-        jax.distributed.initialize(**given, initialization_timeout=120)
+        jax.distributed.initialize(**given, **patience)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"processes: they did not come together ({str(error).splitlines()[0]})") from None
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which writes and speaks for all."""
+    return jax.process_index() == 0
 
 
 def agree(what: str, value: str) -> None:
@@ -70,14 +76,14 @@ def first_alone(fn: Callable):
     if jax.process_count() == 1:
         return fn()
     mistake, result = "", None
-    if jax.process_index() == 0:
+    if is_first():
         try:
             result = fn()
         except UserError as error:
             mistake = str(error)
     mistake = from_first(mistake)
     check(not mistake, mistake)
-    return result if jax.process_index() == 0 else fn()
+    return result if is_first() else fn()
 
 
 def from_first(text: str) -> str:
@@ -96,19 +102,25 @@ def watched(say: Callable[[str], None] = lambda line: print(line, file=sys.stder
     if jax.process_count() == 1:
         yield
         return
-    watch = _Hub(say) if jax.process_index() == 0 else _Spoke(say)
+    watch = _Hub(say) if is_first() else _Spoke(say)
     try:
         yield
-    except BaseException as error:
-        if isinstance(error, RuntimeError):  # a collective that failed: the watch is about to say why
-            watch.wait_for_loss()
+    except RuntimeError:  # perhaps a collective that failed: then the watch is about to say why
+        time.sleep(SILENCE_S + 2 * BEAT_S)
+        watch.leave(_FAILED)
         raise
-    finally:
-        watch.leave()
+    except UserError:
+        watch.leave(_FAILED)
+        raise
+    watch.leave(_DONE)
+
+
+# Messages. Who leaves with a mistake says so: if all make it, each reports it itself; those that do not would wait for ever.
+_ALIVE, _DONE, _FAILED, _LOST = b".", b"q", b"f", b"x"  # the last is followed by a number, a reason and a newline
 
 
 class _Watch:
-    """One end of the connections. Messages: "." alive, "q" leaves in order, "x" number, reason, newline: that one is lost."""
+    """One end of the connections."""
 
     def __init__(self, say):
         self.say, self.done = say, threading.Event()
@@ -117,9 +129,6 @@ class _Watch:
     def _end(self, process: int, how: str) -> None:
         self.say(f"process {process} was lost ({how}); the same command goes on from the last checkpoint")
         os._exit(LOST_STATUS)  # the main thread may wait for that process for ever
-
-    def wait_for_loss(self) -> None:
-        time.sleep(SILENCE_S + 2 * BEAT_S)
 
 
 class _Hub(_Watch):
@@ -145,26 +154,27 @@ class _Hub(_Watch):
                 peer = key.fileobj
                 message = _receive(peer)
                 heard[peer] = time.monotonic()
-                if b"q" in message:
+                if _DONE in message or _FAILED in message:
                     selector.unregister(peer)
-                    del heard[peer]
+                    if _DONE in message:
+                        del heard[peer]
                 elif not message:
                     self._tell(self.peers[peer], "its connection closed")
             for peer, at in heard.items():
-                _send(peer, b".")
+                _send(peer, _ALIVE)
                 if time.monotonic() - at > SILENCE_S:
                     self._tell(self.peers[peer], f"silent for {SILENCE_S:.0f} s")
 
     def _tell(self, process: int, how: str) -> None:
         for peer, number in self.peers.items():
             if number != process:
-                _send(peer, f"x{process} {how}\n".encode())
+                _send(peer, _LOST + f"{process} {how}\n".encode())
         time.sleep(0.2)
         self._end(process, how)
 
-    def leave(self) -> None:
+    def leave(self, how: bytes) -> None:
         for peer in self.peers:
-            _send(peer, b"q")
+            _send(peer, how)
         self.done.set()
 
 
@@ -182,7 +192,7 @@ class _Spoke(_Watch):
         self.hub.settimeout(BEAT_S)
         heard = time.monotonic()
         while not self.done.is_set():
-            _send(self.hub, b".")
+            _send(self.hub, _ALIVE)
             try:
                 message = self.hub.recv(4096)
             except TimeoutError:
@@ -191,19 +201,21 @@ class _Spoke(_Watch):
                 message = b""
             if message:
                 heard = time.monotonic()
-                if b"x" in message:
-                    process, how = message[message.index(b"x") + 1 :].decode().split("\n")[0].split(" ", 1)
+                if _LOST in message:
+                    process, how = message[message.index(_LOST) + 1 :].decode().split("\n")[0].split(" ", 1)
                     self._end(int(process), how)
-                if b"q" in message:
+                if _DONE in message:
                     return
+                if _FAILED in message and not self.done.wait(SILENCE_S):
+                    self._end(0, f"silent for {SILENCE_S:.0f} s")
             elif message == b"" and not self.done.is_set():
                 self._end(0, "its connection closed")
             elif time.monotonic() - heard > SILENCE_S:
                 self._end(0, f"silent for {SILENCE_S:.0f} s")
 
-    def leave(self) -> None:
+    def leave(self, how: bytes) -> None:
         self.done.set()
-        _send(self.hub, b"q")
+        _send(self.hub, how)
 
 
 def _send(peer: socket.socket, message: bytes) -> None:

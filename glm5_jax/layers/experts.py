@@ -29,6 +29,7 @@ from jax import lax
 
 from glm5_jax.compiling import target_platform
 from glm5_jax.config import check
+from glm5_jax.sharding.expert import by_expert, sum_of_picks
 
 IMPLEMENTATIONS = ("reference", "blocked", "ragged", "megablox")
 
@@ -142,25 +143,6 @@ def _wide(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _sort(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Stable order of the selected rows by expert, [R], and where each (m, j) went, [M, X]."""
-    order = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
-    place = jnp.arange(order.size, dtype=jnp.int32)
-    position = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
-    return order, position.reshape(ids.shape)
-
-
-def _unsort(rows: jax.Array, position: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """[M, D]: sum over j of rows[position[:, j]], times weights[:, j] if given.
-
-    One gather per j: XLA on CPU is eight times slower at one gather of [M, X, D] with a reduction over X behind it.
-    """
-    picked = [rows[position[:, j]] for j in range(position.shape[1])]
-    if weights is not None:
-        picked = [row * weights[:, j, None] for j, row in enumerate(picked)]
-    return sum(picked)
-
-
 # "reference"
 
 
@@ -186,7 +168,7 @@ _permute.defvjp(lambda rows, index, inverse: (rows[index], inverse), lambda inve
 
 def _ragged(dot, x, ids, weights, gate, up, down):
     """dot: (rows [R,.], matrices [E,.,.], sizes int32 [E]) -> [R,.], product of each group of rows and its matrix."""
-    order, position = _sort(ids)
+    order, position = by_expert(ids)
     position = position.reshape(-1)
     sizes = jnp.bincount(ids.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     # What a grouped product leaves in rows of no group is not defined, nor what its gradient does.
@@ -199,6 +181,9 @@ def _ragged(dot, x, ids, weights, gate, up, down):
     return jnp.sum(y.astype(wide) * weights.astype(wide)[..., None], axis=1).astype(x.dtype)
 
 
+_MEGABLOX_TILES = (512, 1024, 1024)  # rows, contracted and resulting width of a block; 5 MiB of VMEM in bfloat16
+
+
 def _megablox(rows, matrices, sizes):
     """Pallas kernels; elsewhere than on a TPU, for tests, interpreted."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm  # late: Pallas takes a second to import
@@ -207,9 +192,6 @@ def _megablox(rows, matrices, sizes):
     tiling = tuple(min(most, -(-size // 128) * 128) for most, size in zip(_MEGABLOX_TILES, (n, k, m)))
     rows = jnp.pad(rows, ((0, -n % tiling[0]), (0, 0)))
     return gmm(rows, matrices, sizes, rows.dtype, tiling, interpret=target_platform() != "tpu")[:n]
-
-
-_MEGABLOX_TILES = (512, 1024, 1024)  # rows, contracted and resulting width of a block; 5 MiB of VMEM in bfloat16
 
 
 # "blocked"
@@ -232,7 +214,7 @@ class _Blocks(NamedTuple):
 
 
 def _cut(ids: jax.Array, count: int, block: int) -> _Blocks:
-    order, position = _sort(ids)
+    order, position = by_expert(ids)
     edges = jnp.searchsorted(ids.reshape(-1)[order], jnp.arange(count + 1)).astype(jnp.int32)
     per_expert = -(-jnp.diff(edges) // block)
     last = jnp.cumsum(per_expert)
@@ -301,7 +283,7 @@ def _blocked_forward(block, x, ids, weights, gate, up, down):
     carry = (jnp.zeros((rows, x.shape[1]), _wide(x.dtype)), jnp.zeros((rows, 2 * gate.shape[2]), x.dtype))
     body = functools.partial(_forward_block, block, cut, x, gate, up, down)
     y, pre = lax.fori_loop(0, cut.used, body, carry)
-    y = _unsort(y, cut.position, weights.astype(y.dtype)).astype(x.dtype)
+    y = sum_of_picks(y, cut.position, weights.astype(y.dtype)).astype(x.dtype)
     return y, (x, weights, gate, up, down, cut, pre)
 
 
@@ -317,7 +299,7 @@ def _blocked_backward(block, saved, dy):
     )
     body = functools.partial(_backward_block, block, cut, x, dy, sorted_weights, pre, gate, up, down)
     dx, dweights, *dmatrices = lax.fori_loop(0, cut.used, body, carry)
-    dx = _unsort(dx, cut.position).astype(x.dtype)
+    dx = sum_of_picks(dx, cut.position).astype(x.dtype)
     dweights = dweights[cut.position].astype(weights.dtype)
     return (dx, None, dweights, *(d.astype(x.dtype) for d in dmatrices))
 

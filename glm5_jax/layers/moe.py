@@ -17,7 +17,7 @@ from glm5_jax.layers.mlp import Mlp
 from glm5_jax.layers.norm import at_least_float32
 from glm5_jax.layers.param import declare
 from glm5_jax.sharding.expert import exchange
-from glm5_jax.sharding.mesh import size, total
+from glm5_jax.sharding.mesh import total
 
 
 class Routing(NamedTuple):
@@ -117,6 +117,6 @@ class Moe(nnx.Module):
         b, t, d = x.shape
         weights = [w.astype(x.dtype) for w in (self.gate[...], self.up[...], self.down[...])]
         flat = (a.reshape(b * t, a.shape[-1]) for a in (x, routing.experts, routing.weights))
-        routed = (exchange(experts, *flat, *weights) if size("expert") > 1 else experts(*flat, *weights)).reshape(b, t, d)
+        routed = exchange(experts, *flat, *weights).reshape(b, t, d)
         balance, load = balance_loss(scores, routing.experts, real)
         return routed + self.shared(x), routing, {"balance": balance, "load": load}

@@ -128,7 +128,11 @@ def parameter_specs(model: nnx.Module) -> dict:
     return nnx.to_pure_dict(jax.tree.map(to_spec, nnx.state(model), is_leaf=_is_variable))
 
 
+def axes_by_dimension(spec: PartitionSpec) -> Partition:
+    """The mesh axes that cut each dimension that `spec` names."""
+    return tuple(() if cut is None else (cut,) if isinstance(cut, str) else cut for cut in spec)
+
+
 def uncut(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes over which every device holds all of an array."""
-    used = {axis for cut in spec if cut for axis in ((cut,) if isinstance(cut, str) else cut)}
-    return tuple(a for a in AXES if a not in used)
+    return tuple(a for a in AXES if not any(a in cut for cut in axes_by_dimension(spec)))

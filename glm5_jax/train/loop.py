@@ -83,7 +83,8 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
     run_dir = pathlib.Path(run_dir)
     attention.implementation_of(config.model, config.micro_rows, config.data.seq_len)  # refuses what this machine cannot do
     with processes.watched(), _only_one(run_dir):
-        processes.agree("the settings", json.dumps(dataclasses.asdict(config) | {"resume": resume}, indent=0))
+        asked = dataclasses.asdict(config) | {"resume": resume, "run_dir": str(run_dir)}
+        processes.agree("the settings", json.dumps(asked, indent=0))
         fresh = bool(processes.from_first("" if resume and (run_dir / "config.json").exists() else "fresh"))
         if not fresh:
             runs.check_same(runs.read_config(run_dir), config, run_dir)
@@ -91,26 +92,21 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
         data = run_dir / ("data.new" if fresh else "data")
         try:
             source = open_source(config, run_dir) if fresh and config.init.run else None
-            corpus = processes.first_alone(lambda: _load_corpus(config, data, fresh and _first(), source))
+            corpus = processes.first_alone(lambda: _load_corpus(config, data, fresh and processes.is_first(), source))
             run = Run(config, run_dir, corpus)
             first = run.init() if fresh else None
         except BaseException:
-            if fresh and _first():
+            if fresh and processes.is_first():
                 shutil.rmtree(data, ignore_errors=True)
                 with contextlib.suppress(OSError):  # not empty: it holds an earlier run
                     run_dir.rmdir()
             raise
-        if fresh and _first():
+        if fresh and processes.is_first():
             _start_over(run_dir)
             data.rename(run_dir / "data")
         processes.from_first("")  # nobody goes on before process 0 is here
         print(run.header())
         return run.train(first)
-
-
-def _first() -> bool:
-    """Whether this is the process that writes for all."""
-    return jax.process_index() == 0
 
 
 @contextlib.contextmanager
@@ -124,7 +120,7 @@ def _only_one(run_dir: pathlib.Path):
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, handle)
         try:
-            if _first():
+            if processes.is_first():
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{run_dir}: another process is training here") from None
@@ -262,7 +258,7 @@ class Run:
             self.data.set_state(data_state)
         if start > self.config.steps:
             raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
-        if _first():
+        if processes.is_first():
             _write_config(self.run_dir, self.config)
             self.metrics = Metrics(self.run_dir, start, say=lambda text: self.say(text))
         progress = Progress(self.config.steps, start)
@@ -277,7 +273,7 @@ class Run:
             if self.tracing:
                 jax.profiler.stop_trace()
             self.checkpoints.close()
-            if _first():
+            if processes.is_first():
                 self.metrics.close()
         return Result(score, self.corpus, state.params, already_done=start == self.config.steps)
 
@@ -382,7 +378,7 @@ class Run:
             line["utilisation"] = self.flops(length) * count / seconds / peak
         if load is not None and pending.step % self.config.eval_every == 0:
             line["load"] = load
-        if _first():
+        if processes.is_first():
             self.metrics.write(pending.step, line)
         self.progress.update(pending.step, line["loss"], line["tokens_per_s"], line.get(INDEX_KL))
         if not finite:
@@ -423,7 +419,7 @@ class Run:
         if math.isnan(score):
             self.say(f"step {step}: the held-out text is too short, there is no byte to predict")
             return score
-        if _first():
+        if processes.is_first():
             self.metrics.write(step, {"bits_per_byte": score, "held_out_rows": rows})
         self.say(f"step {step}: held-out bits per byte {score:.4f} ({'first' if rows else 'all'} {done[-1]:,} rows)")
         self.last_time = time.perf_counter()

@@ -16,7 +16,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from glm5_jax.sharding.mesh import AXES, local, size, spread
+from glm5_jax.sharding.mesh import local, size, spread
+from glm5_jax.sharding.rules import axes_by_dimension, uncut
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration in the reference of the method
 _STEPS = 5
@@ -57,8 +58,7 @@ def orthogonalize(x: jax.Array, matrices: Matrices, spec: PartitionSpec | None =
     """
     if mesh is None:
         return _by_matrix(_all, matrices, x)
-    cuts = tuple(() if cut is None else (cut,) if isinstance(cut, str) else cut for cut in (*spec, *[None] * x.ndim))[: x.ndim]
-    return local(functools.partial(_shared_out, matrices, cuts), mesh, (spec,), spec)(x)
+    return local(functools.partial(_shared_out, matrices, spec), mesh, (spec,), spec)(x)
 
 
 def _by_matrix(fn: Callable, matrices: Matrices, x):
@@ -78,11 +78,12 @@ def _all(x, inputs: int):
     return y.reshape(x.shape)
 
 
-def _shared_out(matrices: Matrices, cuts: tuple, x):
-    """`orthogonalize` on one device of a mesh: x is its part, cut along each dimension over the axes in `cuts`."""
+def _shared_out(matrices: Matrices, spec: PartitionSpec, x):
+    """`orthogonalize` on one device of a mesh: x is its part, cut as `spec` says."""
     dims = tuple(at % x.ndim for at in (*matrices.inputs, *matrices.outputs))
-    cut_dims = [(1 + i, spread(*cuts[at])) for i, at in enumerate(dims) if spread(*cuts[at])]
-    copies = spread(*(a for a in AXES if all(a not in cut for cut in cuts)))  # devices along them hold the same part
+    axes_of = dict(enumerate(axes_by_dimension(spec)))
+    cut_dims = [(1 + i, axes) for i, at in enumerate(dims) if (axes := spread(*axes_of.get(at, ())))]
+    copies = spread(*uncut(spec))  # devices along them hold the same part
 
     def share(x, inputs):
         n = len(x)

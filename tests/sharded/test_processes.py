@@ -11,7 +11,7 @@ import time
 import pytest
 
 from glm5_jax.errors import UserError
-from glm5_jax.processes import join
+from glm5_jax.processes import LOST_STATUS, join
 from helpers_train import recorded, write_corpus, write_run_config
 
 # One MoE layer and AdamW: fewer collectives, which take milliseconds each between processes.
@@ -83,6 +83,38 @@ def test_a_lost_process_is_named_and_the_same_command_goes_on_to_the_same_losses
         errors = end(processes, 400)
         assert [p.returncode for p in processes] == [0, 0], errors
     assert recorded(run) == recorded(place.parent / "undisturbed")
+
+
+ALONE = """
+import sys, time
+from glm5_jax import processes
+from glm5_jax.errors import UserError
+processes.SILENCE_S = 3
+me = int(sys.argv[1])
+processes.join(sys.argv[2], 2, me)
+with processes.watched():
+    if me == int(sys.argv[3]):
+        raise UserError("a mistake of mine alone")
+    time.sleep(100)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_mistake_of_one_process_alone_ends_the_others_too(wrong):
+    """They would wait for it for ever, and its runtime for them: a disk that only one of them cannot write, for example."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE, str(i), address, str(wrong)], env=env, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    errors = end(processes, 60)
+    assert processes[1 - wrong].returncode == LOST_STATUS, errors
+    assert f"process {wrong} was lost" in errors[1 - wrong] and "a mistake of mine alone" in errors[wrong]
 
 
 @pytest.mark.e2e
