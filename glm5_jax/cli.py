@@ -1,7 +1,8 @@
-"""The command line: glm5 train | generate | eval | convert | bench | show."""
+"""The command line: glm5 train | generate | eval | convert | plan | bench | show."""
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import sys
@@ -18,6 +19,7 @@ USAGE = """usage: glm5 VERB ...
   generate DIR      continue a text, from a run or a Hugging Face directory
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
   convert DIR OUT   write a run or checkpoint in the Hugging Face layout
+  plan PRESET       compile the training step for a TPU pod that is not there: memory, FLOPs, communication, time
   bench NAME        measure: train-step, attention, moe
   show PRESET       parameters and published tensors of glm5, glm5_2, glm47_flash, small or tiny
 
@@ -28,7 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs one verb. A mistake ends in one line on stderr and exit status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
-    verbs = {"train": train, "generate": generate, "eval": evaluate, "convert": convert, "bench": bench, "show": show}
+    verbs = {
+        "train": train, "generate": generate, "eval": evaluate, "convert": convert, "plan": plan, "bench": bench, "show": show
+    }  # fmt: skip
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
@@ -273,6 +277,25 @@ def show(arguments: list[str]) -> int:
             print(f"{tensor} {list(shape)}")
     print(f"{name}: {without:,} parameters, {total:,} with the MTP layer, in {len(tensors):,} published tensors")
     return 0
+
+
+def plan(arguments: list[str]) -> int:
+    """Prints what a compiled step needs; status 1 if it does not fit."""
+    from glm5_jax.cli_options import parse
+    from glm5_jax.config import PRESETS
+
+    (name,), rest = _positional(arguments, "plan", ["PRESET"])
+    from glm5_jax import plan
+
+    about = "Compiles the training step for a described TPU topology, without hardware."
+    options = parse(plan.PlanOptions(), rest, "glm5 plan PRESET", about)
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
+    result, table = plan.plan(name, PRESETS[name](), options)
+    print(table)
+    if options.json:
+        print(json.dumps(result))
+    return 0 if result["fits"] else 1
 
 
 def bench(arguments: list[str]) -> int:

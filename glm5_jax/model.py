@@ -14,7 +14,7 @@ from flax import nnx
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, check
-from glm5_jax.layers.block import NOTHING, Block, Memory, make_context
+from glm5_jax.layers.block import NOTHING, Block, Memory, make_context, recompute
 from glm5_jax.layers.mla import Keys, Selection
 from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
@@ -123,9 +123,7 @@ class Group(nnx.Module):
             return carry, (None if keys is None else tuple(new_keys), aux)
 
         if self.cfg.remat == "block":
-            # The recomputation must not choose again: selections and expert choices are saved.
-            saved = jax.checkpoint_policies.save_only_these_names("selected", "expert_ids")
-            body = jax.checkpoint(body, policy=saved, prevent_cse=False)
+            body = recompute(body, prevent_cse=False)
         if not jax.tree.leaves(selection) and self.blocks[0].attention.indexer is not None:
             # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
             first = jax.eval_shape(lambda: body((x, NOTHING), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])

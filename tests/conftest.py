@@ -1,13 +1,17 @@
 """Session fixtures: golden checkpoints with their stored outputs, and small models with random norms and biases."""
 
-import contextlib
 import functools
 import gc
+import importlib.metadata
 import json
 import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the suite's figures are float32 on CPU; kernels are compiled, not run, for TPUs
+# Almost all programs of the suite run once: compiling them takes the time. A third of it with these.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if importlib.metadata.version("jax").startswith("0.10."):  # later versions have no such switch
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import numpy as np
@@ -35,20 +39,9 @@ def few_memory_maps():
         gc.collect()
 
 
-@contextlib.contextmanager
-def quick_compile():
-    """Halves the time to compile: for programs that run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 def forward(model: Glm5, *args, **kwargs):
     """model(...) with everything a layer decides collected, so that equal shapes share one compiled program."""
-    with quick_compile():
-        return model(*args, collect=("hidden", "index_scores", "selected"), **kwargs)
+    return model(*args, collect=("hidden", "index_scores", "selected"), **kwargs)
 
 
 class Golden:
@@ -83,8 +76,7 @@ class Golden:
         if case == "long" and "mtp/input_ids" in c:
             assert (c["mtp/input_ids"] == c["long/input_ids"]).all()
             collect += ("mtp",)
-        with contextlib.nullcontext() if case == "long" else quick_compile():
-            return self.model()(c[f"{case}/input_ids"], collect=collect, **inputs)
+        return self.model()(c[f"{case}/input_ids"], collect=collect, **inputs)
 
     def valid(self, case: str) -> np.ndarray:
         """bool [B,T]: rows that may be compared."""

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.serve.decode import Sampling, generate, sample, stream
 from helpers_train import lively_model, step_config
@@ -13,8 +12,7 @@ from helpers_train import lively_model, step_config
 
 @pytest.fixture(scope="module", autouse=True)
 def fast():
-    with quick_compile():
-        yield
+    yield
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.sparse import dense as module
 from glm5_jax.sparse import reference
 from glm5_jax.sparse.dense import Tiles, dense, dense_kl
@@ -53,8 +52,7 @@ def run(fn, arrays, rows, segment, seed=2):
         out, lse, top = fn(q, k, v, rows, segment, 0.3)
         return jnp.sum(out * draw(np.random.default_rng(seed), *out.shape)), (out, lse, top)
 
-    with quick_compile():
-        return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*arrays)
+    return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*arrays)
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
@@ -125,8 +123,7 @@ def run_kl(fn, index, segment, weight):
         kl = fn(index)
         return jnp.sum(kl * weight), kl
 
-    with quick_compile():
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(index)
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(index)
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
@@ -174,8 +171,7 @@ def test_memory_grows_linearly_with_the_length_of_a_row():
         """(bytes of temporaries, elements of the largest array) of the compiled program."""
         shapes = *[(1, t, n, h)] * 3, (1, t, i, j), (1, t, j), (1, t, i)
         arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
-        with quick_compile():
-            program = jax.jit(jax.grad(functools.partial(loss, t), tuple(range(6)))).lower(*arrays).compile()
+        program = jax.jit(jax.grad(functools.partial(loss, t), tuple(range(6)))).lower(*arrays).compile()
         sizes = [np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"\w\d+\[([\d,]+)\]", program.as_text())]
         return program.memory_analysis().temp_size_in_bytes, max(sizes)
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.model import split
 from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from helpers_train import lively_model, log_softmax, packed_batch, step_config
@@ -37,9 +36,8 @@ def test_bits_per_byte_sum_over_all_batches_before_they_divide(model):
     held_out = [batch_of([[5, 7], [12]], 0, 31), batch_of([[3], []], 1, 2)]
     params = split(model)[1]
     seen = []
-    with quick_compile():
-        score = bits_per_byte(make_loss_sum(model, 5), params, held_out, seen.append)
-        expected = sum(nats(model, b) for b in held_out) / (math.log(2) * 33)
+    score = bits_per_byte(make_loss_sum(model, 5), params, held_out, seen.append)
+    expected = sum(nats(model, b) for b in held_out) / (math.log(2) * 33)
     assert score == pytest.approx(expected, rel=1e-5)
     assert seen == [2, 3]  # rows; one of the second batch is padding
 
@@ -47,8 +45,7 @@ def test_bits_per_byte_sum_over_all_batches_before_they_divide(model):
 def test_the_chunk_does_not_matter(model):
     params = split(model)[1]
     held_out = [batch_of([[5, 7], [12]], 0, 31)]
-    with quick_compile():
-        scores = [bits_per_byte(make_loss_sum(model, chunk), params, held_out) for chunk in (3, 100)]
+    scores = [bits_per_byte(make_loss_sum(model, chunk), params, held_out) for chunk in (3, 100)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
 
 
@@ -63,7 +60,6 @@ def test_rows_in_batches_of_one_shape_are_the_same_rows(model):
     assert not batches[-1]["segment_ids"][1].any()
     params = split(model)[1]
     seen = []
-    with quick_compile():
-        score = bits_per_byte(make_loss_sum(model, 5), params, batches, seen.append)
-        expected = sum(nats(model, r) for r in rows) / (math.log(2) * 60)
+    score = bits_per_byte(make_loss_sum(model, 5), params, batches, seen.append)
+    expected = sum(nats(model, r) for r in rows) / (math.log(2) * 60)
     assert score == pytest.approx(expected, rel=1e-5) and seen == [2, 4, 5]

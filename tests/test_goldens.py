@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.convert.hf import tensor_table, to_published
 from glm5_jax.model import empty_cache, merge, split
 
@@ -91,8 +90,7 @@ def test_embedding_is_not_scaled(golden, name):
 @pytest.mark.parametrize("name", CASES)
 def test_latent_norms_use_rms_norm_eps_by_default(golden, name):
     g = golden(name)
-    with quick_compile():
-        logits = g.model(latent_norm_eps=None)(g.cases["long/input_ids"]).logits[:1]
+    logits = g.model(latent_norm_eps=None)(g.cases["long/input_ids"]).logits[:1]
     expected = g.cases["long/logits_latent_eps_rms"]
     close(logits, expected, np.ones(expected.shape[:2], bool), g.tolerance["logits_abs"])
     if name == "glm5_eps_tiny":
@@ -115,8 +113,7 @@ def test_no_first_token_is_forced_into_the_selection(golden, name):
 @pytest.mark.parametrize("name", ["glm5_tiny", "glm5_eps_tiny"])
 def test_dense_attention_is_another_function_once_rows_exceed_k(golden, name):
     g = golden(name)
-    with quick_compile():
-        dense = g.model(attention="dense")(g.cases["long/input_ids"]).logits
+    dense = g.model(attention="dense")(g.cases["long/input_ids"]).logits
     k = g.model().cfg.index_topk
     sparse = g.cases["long/logits"]
     close(dense[:, :k], sparse[:, :k], np.ones((len(sparse), k), bool), g.tolerance["logits_abs"])
@@ -165,8 +162,7 @@ def test_chunked_decoding_equals_one_pass(golden, name):
     lengths = g.meta["cases"]["chunked"]["chunk_lengths"]
     assert sum(lengths) == tokens.shape[1]
     for n in lengths:
-        with quick_compile():
-            out = model(tokens[:, start : start + n], cache=cache)
+        out = model(tokens[:, start : start + n], cache=cache)
         logits.append(np.asarray(out.logits))
         cache, start = out.cache, start + n
     assert int(cache.length) == tokens.shape[1]
@@ -208,8 +204,7 @@ def test_mtp_second_step(golden, name, variant):
         steps = model.mtp_steps(hidden, tokens, steps=2, collect={"selected"})
         return [(model.logits(step.hidden), step.selected) for step in steps]
 
-    with quick_compile():
-        (_, first), (second, selected) = run(params, g.cases["long/hidden.final_norm"], g.cases["mtp/input_ids"])
+    (_, first), (second, selected) = run(params, g.cases["long/hidden.final_norm"], g.cases["mtp/input_ids"])
     second, selected = np.asarray(second)[:, :-2], np.asarray(selected)[:, :-2]
     np.testing.assert_allclose(second, g.cases[f"mtp/step2.{variant}"], rtol=0, atol=5e-4)
     expected = g.cases["mtp/step2.topk"] if variant == "logits" else np.asarray(first)[:, :-2]
@@ -242,8 +237,7 @@ def train(golden):
             model = merge(graphdef, params)
             return cross_entropy(model.logits(model.trunk(tokens)[0]), labels)
 
-        with quick_compile():
-            value, grads = jax.jit(jax.value_and_grad(loss))(params)
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
 
         def at(path):
             node = grads

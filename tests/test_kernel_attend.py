@@ -9,7 +9,6 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from conftest import quick_compile
 from glm5_jax.sparse import reference
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.kernels import tiles
@@ -58,8 +57,7 @@ def in_jit(arrays, selected, cotangents, rank, block, races):
 
 def by_kernel(arrays, selected, cotangents, rank=R, block=8, races=False):
     """Blocks of 8 keys, so that small selections fill several of them."""
-    with quick_compile():
-        return jax.tree.map(np.asarray, in_jit(arrays, selected, cotangents, rank, block, races))
+    return jax.tree.map(np.asarray, in_jit(arrays, selected, cotangents, rank, block, races))
 
 
 def by_definition(arrays, selected, cotangents, rank=R):

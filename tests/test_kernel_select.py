@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from conftest import quick_compile
 from glm5_jax.sparse import reference
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.kernels import select as kernel
@@ -61,8 +60,7 @@ def by_sorting(index, rows, key_segment, k) -> np.ndarray:
 
 
 def check(index, rows, key_segment, k=K, **interpret):
-    with quick_compile():
-        got = compiled(k, **interpret)(index, rows, key_segment)
+    got = compiled(k, **interpret)(index, rows, key_segment)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, by_sorting(index, rows, key_segment, k))
     return np.asarray(got)
@@ -166,8 +164,7 @@ def test_blocks_of_the_size_that_runs_on_a_tpu(monkeypatch):
     rng = np.random.default_rng(9)
     index, (rows, key_segment) = integers(rng, t=20, s=1100), everywhere(rng, t=20, s=1100)
     params = pltpu.InterpretParams(uninitialized_memory="nan")
-    with quick_compile():
-        got = jax.jit(functools.partial(kernel.select, k=K, interpret=params))(index, rows, key_segment)
+    got = jax.jit(functools.partial(kernel.select, k=K, interpret=params))(index, rows, key_segment)
     np.testing.assert_array_equal(got, by_sorting(index, rows, key_segment, K))
 
 

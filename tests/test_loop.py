@@ -14,7 +14,6 @@ import time
 import numpy as np
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.train import loop
 from glm5_jax.train.checkpoint import CheckpointConfig
@@ -64,7 +63,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("loop")
     write_run_config(place / "mine.py", write_corpus(place / "corpus"))
     (place / "driver.py").write_text(DRIVER)
-    with compile_cache(place / "compiled"), quick_compile():
+    with compile_cache(place / "compiled")():
         yield place
 
 

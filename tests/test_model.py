@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reference
-from conftest import forward, quick_compile
+from conftest import forward
 from glm5_jax.errors import UserError
 from glm5_jax.model import default_positions, empty_cache, layer_groups, merge, split
 
@@ -19,8 +19,7 @@ F, S, D = ("moe", True), ("moe", False), ("dense", True)
 def run(model, *args, cache=None, **kwargs):
     if cache is None:
         return forward(model, *args, **kwargs)
-    with quick_compile():
-        return model(*args, cache=cache, **kwargs)
+    return model(*args, cache=cache, **kwargs)
 
 
 # Groups of layers
@@ -87,8 +86,7 @@ def gradients(micro, tokens):
             total = jnp.mean(jax.nn.log_softmax(model.logits(hidden))[..., 3])
             return total, {name: [layer.get(name) for layer in aux] for name in ("selected", "load", "max_logit")}
 
-        with quick_compile():
-            (value, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        (value, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         return {"loss": value, "gradients": grads} | aux
 
     return run
@@ -310,11 +308,10 @@ def test_a_row_of_only_padding_is_finite_and_changes_nothing(micro, tokens, kind
         balance = sum(layer["balance"] for layer in aux if "balance" in layer)
         return balance + sum(jnp.sum(jnp.where(segments != 0, r, 0)) for r in rows), rows
 
-    with quick_compile():
-        grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        (value, rows), grads = grad(params, jnp.asarray(tokens))
-        other = np.stack([tokens[0], (tokens[1] + 5) % 32])
-        (again, _), expected = grad(params, jnp.asarray(other))
+    grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, rows), grads = grad(params, jnp.asarray(tokens))
+    other = np.stack([tokens[0], (tokens[1] + 5) % 32])
+    (again, _), expected = grad(params, jnp.asarray(other))
     assert np.isfinite(value) and all(np.isfinite(r).all() for r in rows)
     alone = jax.nn.log_softmax(run(model, tokens).logits[0])[:, 3]
     np.testing.assert_allclose(rows[0][0], alone, rtol=0, atol=5e-5)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer, norms, restart_schedule
@@ -109,8 +108,7 @@ def compiled(cfg: OptimizerConfig, lr, paths: tuple):
     params = {p: PARAMS[p] for p in paths}
     state = optimizer.init(params)
     shapes = {p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in params.items()}
-    with quick_compile():
-        return state, jax.jit(optimizer.update).lower(shapes, state, params).compile()
+    return state, jax.jit(optimizer.update).lower(shapes, state, params).compile()
 
 
 def updates_of(cfg: OptimizerConfig, steps: list[dict], paths: tuple = tuple(PARAMS), lr=constant) -> list[dict]:
@@ -165,7 +163,8 @@ def test_number_of_orthogonal_blocks_of_each_up_projection_is_heads_times_layers
 def test_whole_muon_differs_from_muon_split_in_the_three_up_projections_only(three_steps):
     _, results = three_steps
     for path in PARAMS:
-        same = np.array_equal(results["muon_split"][2][path], results["muon"][2][path])
+        a, b = results["muon_split"][2][path], results["muon"][2][path]
+        same = np.abs(a - b).max() < 1e-5 * np.abs(a).max()
         assert same == (path[-1] not in UP or path[-2] == "indexer"), path
 
 

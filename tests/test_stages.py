@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import glm5_jax
-from conftest import quick_compile
 from glm5_jax.config import tiny
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
@@ -36,7 +35,7 @@ def place(tmp_path_factory):
     """A folder with corpus/ and a cache of compiled programs."""
     place = tmp_path_factory.mktemp("stages")
     write_run_config(place / "mine.py", write_corpus(place / "corpus"))
-    with compile_cache(place / "compiled"), quick_compile():
+    with compile_cache(place / "compiled")():
         yield place
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
 from glm5_jax.layers.moe import balance_loss
@@ -54,8 +53,7 @@ def start(model, cfg=LOSS, freeze=()):
 def one_step(model, batch, cfg=LOSS, freeze=()):
     """(new state, metrics, flat gradients) of the first step."""
     state, step = start(model, cfg, freeze)
-    with quick_compile():
-        new, metrics = jax.device_get(step(state, batch))
+    new, metrics = jax.device_get(step(state, batch))
     return new, metrics, new.opt_state[0].trace
 
 
@@ -137,8 +135,7 @@ def test_losses_are_means_over_rows_listed_by_hand(model):
     tokens = np.asarray(batch["tokens"][0])
     for left_out in (None, 5):
         mask = jnp.arange(8)[None] != (-1 if left_out is None else left_out)
-        with quick_compile():
-            (loss, parts), logits = run(batch | {"loss_mask": mask})
+        (loss, parts), logits = run(batch | {"loss_mask": mask})
         means = [
             -np.mean([log_softmax(logits[ahead - 1])[i, tokens[t]] for i, t in rows if t != left_out])
             for ahead, rows in pairs.items()
@@ -152,8 +149,7 @@ def test_losses_are_means_over_rows_listed_by_hand(model):
 def test_without_mtp_the_loss_is_the_cross_entropy_and_mtp_has_no_load(model):
     batch = {name: value[0] for name, value in packed_batch(ROWS, T).items()}
     cfg = LossConfig(mtp_steps=0, balance_weight=0.0, chunk=5)
-    with quick_compile():
-        loss, parts = jax.jit(lambda b: micro_loss(model, b, count_targets(b, 0), jnp.float32(WEIGHT), cfg))(batch)
+    loss, parts = jax.jit(lambda b: micro_loss(model, b, count_targets(b, 0), jnp.float32(WEIGHT), cfg))(batch)
     assert loss == parts["ce"] and parts["mtp"] == 0
     assert parts["load"].shape == (MOE_LAYERS, 5)
 
@@ -167,8 +163,7 @@ def test_train_loss_of_the_golden_checkpoint(golden):
     batch["positions"] = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     batch = {name: jnp.asarray(value) for name, value in batch.items()}
     cfg = LossConfig(mtp_steps=0, balance_weight=0.0, chunk=7)
-    with quick_compile():
-        loss, _ = jax.jit(lambda b: micro_loss(data.model(), b, count_targets(b, 0), jnp.float32(0), cfg))(batch)
+    loss, _ = jax.jit(lambda b: micro_loss(data.model(), b, count_targets(b, 0), jnp.float32(0), cfg))(batch)
     np.testing.assert_allclose(loss, data.meta["cases"]["train"]["loss"], atol=2e-5)
 
 
@@ -183,8 +178,7 @@ def test_mtp_loss_without_an_mtp_layer_is_refused():
 def test_appended_padding_changes_nothing(model, large_batch):
     batch = {n: jnp.pad(v[0], ((0, 1), (0, 4))) for n, v in packed_batch(ROWS, T).items()}  # and a row of nothing
     batch["tokens"] = jnp.where(batch["segment_ids"] == 0, 7, batch["tokens"])
-    with quick_compile():
-        loss, parts = jax.jit(lambda b: micro_loss(model, b, count_targets(b, 2), jnp.float32(WEIGHT), LOSS))(batch)
+    loss, parts = jax.jit(lambda b: micro_loss(model, b, count_targets(b, 2), jnp.float32(WEIGHT), LOSS))(batch)
     _, metrics, _ = large_batch
     np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
     for name in ("ce", "mtp", "balance", "load"):
@@ -255,8 +249,7 @@ def loads_by_hand(model, batch) -> np.ndarray:
         mtp = [s.aux["router"].experts for s in model.mtp_steps(*args)]
         return [a["router"].experts for a in aux if "router" in a], mtp
 
-    with quick_compile():
-        trunk, mtp = jax.device_get(choices(b))
+    trunk, mtp = jax.device_get(choices(b))
     loads = [np.bincount(ids[segments > 0].ravel(), minlength=5) for ids in trunk]
     total = np.zeros(5, int)
     for depth, ids in enumerate(mtp, 1):
@@ -362,9 +355,8 @@ def test_no_buffer_of_a_step_grows_with_the_square_of_the_length_or_with_the_voc
     graphdef, params = split(model)
     batch = {n: jax.ShapeDtypeStruct((1, b, t), jnp.int32) for n in ("tokens", "segment_ids", "positions")}
     cfg = LossConfig(mtp_steps=1, chunk=16, index_weight=index_weight)
-    with quick_compile():
-        run = jax.jit(lambda params, batch: gradients(graphdef, params, {}, batch, jnp.float32(WEIGHT), cfg))
-        program = run.lower(flat(params), batch).compile().as_text()
+    run = jax.jit(lambda params, batch: gradients(graphdef, params, {}, batch, jnp.float32(WEIGHT), cfg))
+    program = run.lower(flat(params), batch).compile().as_text()
     sizes = buffer_sizes(program)
     assert b * 16 * w in sizes  # logits of one chunk
     assert max(sizes) < b * t * t < b * t * w
@@ -404,15 +396,14 @@ def test_non_finite_batch_changes_nothing_but_the_counter_and_the_next_batch_tra
     state, step = start(merge(graphdef, poisoned))
     good = packed_batch(ROWS, T, vocab=39)
     bad = good | {"tokens": good["tokens"].at[0, 2, 4].set(39)}
-    with quick_compile():
-        state, metrics = step(state, good)
-        assert bool(metrics["finite"])
-        kept, metrics = step(state, bad)
-        assert not bool(metrics["finite"]) and not np.isfinite(metrics["loss"])
-        jax.tree.map(np.testing.assert_array_equal, kept.params, state.params)
-        jax.tree.map(np.testing.assert_array_equal, kept.opt_state, state.opt_state)
-        assert int(kept.step) == int(state.step) + 1 == 2
-        after, metrics = step(kept, good)
+    state, metrics = step(state, good)
+    assert bool(metrics["finite"])
+    kept, metrics = step(state, bad)
+    assert not bool(metrics["finite"]) and not np.isfinite(metrics["loss"])
+    jax.tree.map(np.testing.assert_array_equal, kept.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, kept.opt_state, state.opt_state)
+    assert int(kept.step) == int(state.step) + 1 == 2
+    after, metrics = step(kept, good)
     assert bool(metrics["finite"]) and not np.array_equal(after.params["head"], kept.params["head"])
 
 
@@ -442,9 +433,8 @@ def test_scheduled_rates_follow_the_step_counter_and_steps_compile_once(model, l
 def test_an_update_that_is_not_finite_is_noticed(model):
     state, step = start(model)
     trace = jax.tree.map(lambda x: jnp.full_like(x, 3e38), state.opt_state[0].trace)  # momentum that overflows in a square
-    with quick_compile():
-        state = state._replace(opt_state=(state.opt_state[0]._replace(trace=trace), *state.opt_state[1:]))
-        new, metrics = step(state, packed_batch(ROWS, T))
+    state = state._replace(opt_state=(state.opt_state[0]._replace(trace=trace), *state.opt_state[1:]))
+    new, metrics = step(state, packed_batch(ROWS, T))
     assert np.isfinite(metrics["grad_norm"]) and not np.isfinite(metrics["update_norm"])
     assert not metrics["finite"]
     jax.tree.map(np.testing.assert_array_equal, new.params, jax.device_get(split(model)[1]))

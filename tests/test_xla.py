@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import quick_compile
 from glm5_jax.sparse import reference, xla
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.masks import Rows
@@ -61,8 +60,7 @@ def run(chunk, q, latent, index, selected, with_index=True):
 
 def definition(q, latent, index, selected, with_index=True):
     """As `run`, by the reference."""
-    with quick_compile():
-        return compiled(reference.attend, None, with_index, None)(q, latent, index, selected)
+    return compiled(reference.attend, None, with_index, None)(q, latent, index, selected)
 
 
 def as_dtype(dtype, q, latent, index):
@@ -201,9 +199,8 @@ def test_selection_equals_the_definition(case, chunk, monkeypatch):
     index = Index(integers(rng, b, t, I, J), integers(rng, b, s, J), integers(rng, b, t, I))
     index = index._replace(k=jnp.where(key_segment[..., None] == 0, jnp.nan, index.k))
     rows = Rows(jnp.tile(jnp.array(slots, jnp.int32), (b, 1)), key_segment[:, slots])
-    with quick_compile():
-        got = jax.jit(xla.select, static_argnums=(3, 4))(index, rows, key_segment, k, chunk)
-        expected = reference.select(index, rows, key_segment, k)
+    got = jax.jit(xla.select, static_argnums=(3, 4))(index, rows, key_segment, k, chunk)
+    expected = reference.select(index, rows, key_segment, k)
     np.testing.assert_array_equal(got, expected)
     assert got.dtype == jnp.int32 and (np.asarray(expected) >= 0).any()
 
@@ -217,8 +214,7 @@ def test_tied_scores_select_the_lowest_positions():
 
 def footprint(fn, *shapes):
     """(bytes of temporaries, elements of the largest array) of the compiled program of a function of float32 arrays."""
-    with quick_compile():
-        program = jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
+    program = jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
     sizes = [np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"\w\d+\[([\d,]+)\]", program.as_text())]
     return program.memory_analysis().temp_size_in_bytes, max(sizes)
 

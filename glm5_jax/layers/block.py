@@ -1,5 +1,6 @@
 """One decoder layer: attention and FFN, each behind a norm and added to the residual (paper section 2.1)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -112,6 +113,12 @@ class Block(nnx.Module):
             scores = index_scores(*jax.lax.stop_gradient(index), visible(ctx.rows, ctx.key_segment))
         chosen = self.attention.select(index, ctx) if positions else None
         return Selection(chosen, index if "index_kl" in collect else None), scores
+
+
+def recompute(fn: Callable, prevent_cse: bool = True) -> Callable:
+    """fn whose backward pass computes it again; it does not choose again: selections and expert choices are kept."""
+    kept = jax.checkpoint_policies.save_only_these_names("selected", "expert_ids")
+    return jax.checkpoint(fn, policy=kept, prevent_cse=prevent_cse)
 
 
 def make_context(rows: Rows, key_segment: jax.Array, positions: jax.Array, cfg: ModelConfig) -> Context:

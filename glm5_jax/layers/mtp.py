@@ -5,6 +5,7 @@ step d - 1 (step 0 = the trunk after its final norm) and predicts token i + d + 
 `shared_head.norm`. Embedding and output head are the trunk's.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.layers.block import NOTHING, Block, make_context
+from glm5_jax.layers.block import NOTHING, Block, make_context, recompute
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.sharding.context import own, slots
@@ -71,26 +72,41 @@ class Mtp(nnx.Module):
         Returns:
           One `MtpStep` per step. Row i of step d has a meaning only where `same_document(segment_ids, d)`.
         """
-        cfg = self.cfg
-        share_selection = cfg.index_share_for_mtp_iteration or cfg.mtp_share_kv
-        results, selection, keys = [], NOTHING, None
-        for d in range(1, steps + 1):
-            segment = jnp.where(same_document(segment_ids, d), segment_ids, 0)
+        cfg, b = self.cfg, tokens.shape[0]
+        ahead = range(1, steps + 1)
+        embedded = embed(jnp.concatenate([own(shift(tokens, d)) for d in ahead])).reshape(steps, b, -1, cfg.hidden_size)
+        segments = jnp.stack([jnp.where(same_document(segment_ids, d), segment_ids, 0) for d in ahead])
+        positions = own(positions)
+
+        def step(selection, keys, reuse, hidden, inputs):
+            embedded, segment = inputs
             x = jnp.concatenate(
                 [
-                    rms_norm(embed(own(shift(tokens, d))), self.embed_norm[...], cfg.rms_norm_eps),
+                    rms_norm(embedded, self.embed_norm[...], cfg.rms_norm_eps),
                     rms_norm(hidden, self.hidden_norm[...], cfg.rms_norm_eps),
                 ],
                 axis=-1,
             )
             x = x @ self.project[...].astype(x.dtype)
-            ctx = make_context(Rows(slots(*segment.shape), own(segment)), segment, own(positions), cfg)
-            x, chosen, used, aux = self.block(
-                x, ctx, selection, keys=keys if cfg.mtp_share_kv else None,
-                collect=collect, reuse=share_selection and d > 1,
-            )  # fmt: skip
+            ctx = make_context(Rows(slots(*segment.shape), own(segment)), segment, positions, cfg)
+            x, chosen, used, aux = self.block(x, ctx, selection, keys=keys, collect=collect, reuse=reuse)
             hidden = rms_norm(x, self.norm[...], cfg.rms_norm_eps)
-            if d == 1:
-                selection, keys = chosen, used
-            results.append(MtpStep(hidden, chosen.positions, aux))
+            return MtpStep(hidden, chosen.positions, aux), chosen, used
+
+        recomputed = recompute if cfg.remat == "block" else lambda fn: fn
+        results, selection, keys, shared = [], NOTHING, None, False
+        if cfg.index_share_for_mtp_iteration or cfg.mtp_share_kv:  # step 1 chooses for all
+            first = recomputed(functools.partial(step, NOTHING, None, False))
+            result, selection, used = first(hidden, (embedded[0], segments[0]))
+            results, hidden, shared = [result], result.hidden, True
+            keys = used if cfg.mtp_share_kv else None
+
+        def body(hidden, inputs):
+            result = step(selection, keys, shared, hidden, inputs)[0]
+            return result.hidden, result
+
+        left = steps - len(results)
+        if left:
+            _, stacked = jax.lax.scan(recomputed(body), hidden, (embedded[-left:], segments[-left:]))
+            results += [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(left)]
         return results

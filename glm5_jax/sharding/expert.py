@@ -91,7 +91,8 @@ def _rounds(plan: _Plan, body: Callable, carry):
     # All devices take as many rounds as the one that needs most, or they would wait for each other in different places.
     most = mesh.largest(jnp.max(plan.count), *mesh.AXES)
     more = -(-jnp.maximum(most - first, 0) // later)
-    return lax.fori_loop(0, more, lambda i, carry: body(first + i * later, later, carry), carry)
+    with jax.named_scope("more_rounds"):
+        return lax.fori_loop(0, more, lambda i, carry: body(first + i * later, later, carry), carry)
 
 
 def _places(plan: _Plan, start, size: int):

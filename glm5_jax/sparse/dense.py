@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from glm5_jax.compiling import target_platform
 from glm5_jax.layers.norm import at_least_float32
@@ -95,7 +96,7 @@ def _attend(scale, tiles, q, k, v, tokens, i):
     b, n, t, _ = q.shape
     wide = at_least_float32(q.dtype)
     start = (jnp.full((b, n, t), MASKED / 2, wide), jnp.zeros((b, n, t), wide), jnp.zeros((b, n, v.shape[2], t), wide))
-    top, total, out = jax.lax.fori_loop(0, _key_blocks(tiles, tokens, i), visit, start)
+    top, total, out = _over_visible_keys(tiles, tokens, i, visit, start)
     total = jnp.where(total == 0, 1, total)
     return out / total[:, :, None], top + jnp.log(total), jnp.max(top)
 
@@ -139,7 +140,8 @@ def _attend_backward(scale, tiles, heads, tokens, d_q, j):
     start = (jnp.zeros(k.shape, d_q.dtype), jnp.zeros(v.shape, d_q.dtype), d_q)
     last = tokens[0][:, tiles.queries - 1 :: tiles.queries]  # slots of the blocks' last queries
     first = jnp.min(jnp.sum(last < j * tiles.keys, axis=1))  # queries before it do not see these keys
-    d_k, d_v, d_q = jax.lax.fori_loop(first, d_q.shape[0], visit, start)
+    with jax.named_scope("seeing_queries"):
+        d_k, d_v, d_q = jax.lax.fori_loop(first, d_q.shape[0], visit, start)
     return d_q, (d_k, d_v)
 
 
@@ -244,9 +246,9 @@ def _kl_forward(scale, tiles, q, k, lse, index, rows, key_segment):
             return kl + jnp.sum(p * (jnp.log(jnp.where(p > 0, p, 1)) - log_q), axis=1)
 
         zero = jnp.zeros((q.shape[0], tiles.queries), lse.dtype)
-        top, total = jax.lax.fori_loop(0, _key_blocks(tiles, parts.tokens, i), add_scores, (zero + MASKED / 2, zero))
+        top, total = _over_visible_keys(tiles, parts.tokens, i, add_scores, (zero + MASKED / 2, zero))
         index_lse = top + jnp.log(jnp.where(total == 0, 1, total))
-        return jax.lax.fori_loop(0, _key_blocks(tiles, parts.tokens, i), add_kl, zero), index_lse
+        return _over_visible_keys(tiles, parts.tokens, i, add_kl, zero), index_lse
 
     kl, index_lse = jax.lax.map(some_queries, jnp.arange(parts.q.shape[3] // tiles.queries))
     return _by_queries(q.shape[1], kl[None, :, :, None])[..., 0], (q, k, lse, index, rows, key_segment, index_lse)
@@ -270,7 +272,7 @@ def _kl_backward(scale, tiles, saved, d_kl):
             return d_k.at[j].add(d_block), jax.tree.map(jnp.add, d_own, d_more)
 
         start = (jnp.zeros(jnp.swapaxes(own[0], -1, -2).shape, d_k.dtype), jnp.zeros(own[1].shape, d_k.dtype))
-        return jax.lax.fori_loop(0, _key_blocks(tiles, parts.tokens, i), visit, (d_k, start))
+        return _over_visible_keys(tiles, parts.tokens, i, visit, (d_k, start))
 
     _, b, _, s, width = parts.index_k.shape
     d_k = jnp.zeros((s // tiles.keys, b, 1, tiles.keys, width), index_lse.dtype)
@@ -294,9 +296,26 @@ def _index_gradients(k, d_scores, d_k, own):
 _kl.defvjp(_kl_forward, _kl_backward)
 
 
-def _key_blocks(tiles: Tiles, tokens, i):
-    """How many blocks of keys block i of queries visits; the others lie behind it."""
-    return 1 + jnp.max(_block(tokens[0], i, tiles.queries, 1)) // tiles.keys
+def _over_visible_keys(tiles: Tiles, tokens, i, body, carry):
+    """`carry` after body(j, carry) for each block j of keys that block i of queries visits; the others lie behind it."""
+    blocks = 1 + jnp.max(_block(tokens[0], i, tiles.queries, 1)) // tiles.keys
+    with jax.named_scope("visible_keys"):
+        return jax.lax.fori_loop(0, blocks, body, carry)
+
+
+def mean_turns(t: int, context: int, heads: int, block: int) -> tuple[dict[str, float], int]:
+    """(how often the loops above run on average, by their names in the traced program; keys of a block), for one document of
+    T tokens whose pieces (`sharding.context`) lie on `context` devices. For `program.products`."""
+    tiles = _tiles(t // context, heads, block)
+    pieces = np.arange(t).reshape(2 * context, -1) if context > 1 else np.arange(t)[None]
+    visits, queries, keys = 0, 0, -(-t // tiles.keys)
+    for i in range(context):
+        slots = np.concatenate([pieces[i], pieces[-1 - i]]) if context > 1 else pieces[0]
+        slots = np.pad(slots, (0, -len(slots) % tiles.keys), mode="edge")
+        last = slots[tiles.queries - 1 :: tiles.queries]
+        visits += np.sum(1 + last // tiles.keys)
+        queries += len(last)
+    return {"visible_keys": visits / queries, "seeing_queries": visits / (keys * context)}, tiles.keys
 
 
 def _dot(spec, x, y):

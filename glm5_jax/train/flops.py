@@ -49,3 +49,58 @@ def peak_flops() -> float | None:
     """Peak bf16 FLOP/s of all devices together, None where it is not published (CPUs)."""
     peak = PEAK.get(jax.devices()[0].device_kind)
     return None if peak is None else peak * jax.device_count()
+
+
+def step_flops(model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], tokens: float, mtp_steps: int, keys: float) -> dict:
+    """What a step under remat=block multiplies on each device of a mesh: FLOPs of matrix products, by part of the network.
+
+    A product runs forward, again in the backward pass, and twice for its gradients (once where its input has none). What only
+    the output of a layer needs is not computed again. Attention is that of `sparse.dense`; the Pallas kernels of sparse
+    attention are not counted.
+
+    Args:
+      model: abstract. freeze: parts that do not train. sizes: devices along each mesh axis. tokens: of a device.
+      keys: that a query visits on average, those of blocks at the diagonal included.
+    """
+    cfg = model.cfg
+    shapes = jax.tree.map(lambda x: x.shape, split(model)[1])
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(specs(model), is_leaf=lambda x: isinstance(x, Spec)),
+        jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)),
+    )
+    parts = dict.fromkeys(("attention", "experts", "other layers", "head", "indexer", "Muon"), 0.0)
+    devices = math.prod(sizes.values())
+    for (path, spec), shape in leaves:
+        name, size = str(path[-1].key), math.prod(shape)
+        trains = spec.part not in freeze
+        steps = mtp_steps if path[0].key == "mtp" else 1
+        if spec.kind == "head":
+            parts["head"] += 2 * size * tokens * 3 * (1 + mtp_steps)
+        elif spec.part == "indexer" and spec.kind == "matrix":
+            used = cfg.attention == "sparse" or trains
+            parts["indexer"] += 2 * size * tokens * steps * (3 if trains else used)
+        elif "experts" in spec.axes and spec.kind == "matrix":
+            room = min(1.0, 1.25 / sizes["expert"]) * sizes["expert"] if sizes["expert"] > 1 else 1.0
+            rows = tokens * steps * cfg.num_experts_per_tok * room
+            parts["experts"] += 2 * size / cfg.n_routed_experts * rows * (4 if trains else 3)
+        elif spec.kind in ("matrix", "router"):
+            rows = tokens * (sizes["context"] if name in ("k_up", "v_up") and cfg.attention == "dense" else 1)
+            times = (3 if name == "down" else 4) - (not trains)
+            parts["attention" if "attention" in str(path) else "other layers"] += 2 * size * rows * steps * times
+        if trains and spec.kind == "matrix":
+            parts["Muon"] += _muon_flops(spec, shape, devices // (sizes["expert"] if "experts" in spec.axes else 1), sizes)
+    if cfg.attention == "dense":
+        layers = cfg.num_hidden_layers + mtp_steps
+        forward = cfg.qk_head_dim + cfg.v_head_dim
+        backward = 3 * cfg.qk_head_dim + 2 * cfg.v_head_dim
+        parts["attention"] += layers * tokens * keys * 2 * cfg.num_attention_heads * (2 * forward + backward)
+    return parts
+
+
+def _muon_flops(spec: Spec, shape: tuple[int, ...], devices: int, sizes: dict[str, int]) -> float:
+    """Newton-Schulz of the matrices of a parameter that one of the devices that share them takes."""
+    outputs = tuple(at for at in spec.outputs if at != spec.heads)
+    fan_in, fan_out = (math.prod(shape[at] for at in dims) for dims in (spec.inputs, outputs))
+    count = math.prod(shape) // (fan_in * fan_out) // (sizes["expert"] if "experts" in spec.axes else 1)
+    m, n = sorted((fan_in, fan_out))
+    return math.ceil(count / devices) * 5 * (4 * m * m * n + 2 * m**3)

@@ -56,9 +56,7 @@ def orthogonalize(x: jax.Array, matrices: Matrices, spec: PartitionSpec | None =
     Args:
       x: the parameter's momentum. matrices: its dimensions. spec: how it is cut over the mesh, if there is one.
     """
-    if mesh is None:
-        return _by_matrix(_all, matrices, x)
-    return local(functools.partial(_shared_out, matrices, spec), mesh, (spec,), spec)(x)
+    return local(functools.partial(_shared_out, matrices, spec or PartitionSpec()), mesh, (spec,), spec)(x)
 
 
 def _by_matrix(fn: Callable, matrices: Matrices, x):
@@ -73,9 +71,17 @@ def _by_matrix(fn: Callable, matrices: Matrices, x):
 def _all(x, inputs: int):
     """Orthogonalises every x[i], whose first `inputs` dimensions are those of the matrix's input."""
     flat = x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + inputs]), -1)
-    together = max(1, _AT_ONCE // (flat[0].size * flat.dtype.itemsize))
-    y = jax.vmap(newton_schulz)(flat) if together >= len(flat) else lax.map(newton_schulz, flat, batch_size=together)
-    return y.reshape(x.shape)
+    return jax.vmap(newton_schulz)(flat).reshape(x.shape)
+
+
+def _in_turn(fn: Callable, x, step: int, matrix_bytes: int):
+    """fn of x [n,...], padded to a multiple of `step`, in parts that take a device about `_AT_ONCE` bytes."""
+    each = -(-len(x) // step)  # matrices that a device is to work on
+    turns = min(each, -(-each * matrix_bytes // _AT_ONCE))
+    size = step * -(-each // turns)  # of a part
+    x, n = jnp.pad(x, [(0, turns * size - len(x))] + [(0, 0)] * (x.ndim - 1)), len(x)
+    y = fn(x) if turns == 1 else lax.map(fn, x.reshape(turns, size, *x.shape[1:])).reshape(x.shape)
+    return y[:n]
 
 
 def _shared_out(matrices: Matrices, spec: PartitionSpec, x):
@@ -84,11 +90,9 @@ def _shared_out(matrices: Matrices, spec: PartitionSpec, x):
     axes_of = dict(enumerate(axes_by_dimension(spec)))
     cut_dims = [(1 + i, axes) for i, at in enumerate(dims) if (axes := spread(*axes_of.get(at, ())))]
     copies = spread(*uncut(spec))  # devices along them hold the same part
+    parts = math.prod(size(*axes) for _, axes in cut_dims)
 
     def share(x, inputs):
-        n = len(x)
-        devices = size(*copies) * math.prod(size(*axes) for _, axes in cut_dims)
-        x = jnp.pad(x, [(0, -n % devices)] + [(0, 0)] * (x.ndim - 1))
         if copies:
             x = x.reshape(size(*copies), -1, *x.shape[1:])[lax.axis_index(copies)]
         for at, axes in cut_dims:
@@ -96,11 +100,13 @@ def _shared_out(matrices: Matrices, spec: PartitionSpec, x):
         x = _all(x, inputs)
         for at, axes in reversed(cut_dims):
             x = lax.all_to_all(x, axes, split_axis=at, concat_axis=0, tiled=True)
-        if copies:
-            x = lax.all_gather(x, copies, axis=0, tiled=True)
-        return x[:n]
+        return lax.all_gather(x, copies, axis=0, tiled=True) if copies else x
 
-    return _by_matrix(share, matrices, x)
+    def in_turn(x, inputs):
+        whole_bytes = parts * math.prod(x.shape[1:]) * x.dtype.itemsize
+        return _in_turn(functools.partial(share, inputs=inputs), x, size(*copies) * parts, whole_bytes)
+
+    return _by_matrix(in_turn, matrices, x)
 
 
 def scale_by_muon(

@@ -208,7 +208,8 @@ def move_router_bias(params: dict, load: jax.Array, rate: jax.Array) -> dict:
       params: flat dict of parameters. load: float32 [MoE layers,E], tokens per expert, trunk layers in order, then MTP's.
     """
     params, row = dict(params), 0
-    step = rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+    # Whole numbers: a load that is the mean moves nothing, which a rounded mean would not give.
+    step = rate * jnp.sign(jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load)
     for group in sorted({path[1] for path in params if path[0] == "groups"}):
         paths = sorted(p for p in params if p[:2] == ("groups", group) and p[-1] == "router_bias")
         repeats = params[paths[0]].shape[0] if paths else 0

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from conftest import quick_compile
 from glm5_jax.layers import moe
 from glm5_jax.model import abstract, merge, split
 from glm5_jax.sharding.mesh import MeshConfig, make_mesh, put_rows, shardings_of
@@ -69,8 +68,7 @@ def gradients_on(mesh, cfg, params: dict, batch: dict, loss: LossConfig = LOSS):
     params, keep = put(params, model, mesh), trainable_specs(model, ())
     train = {path: x for path, x in params.items() if path in keep}
     rest = {path: x for path, x in params.items() if path not in keep}
-    with quick_compile():
-        out = jax.jit(make_gradients(model, loss, (), mesh))(train, rest, put_rows(batch, mesh), jnp.float32(0.3))
+    out = jax.jit(make_gradients(model, loss, (), mesh))(train, rest, put_rows(batch, mesh), jnp.float32(0.3))
     return jax.device_get(out)
 
 
@@ -95,7 +93,7 @@ def least_gap(cfg, params: dict, batch: dict) -> float:
         steps = model.mtp_steps(hidden, tokens, positions, segments, LOSS.mtp_steps, collect)
         return [layer["index_scores"] for layer in (*aux, *(step.aux for step in steps))]
 
-    with quick_compile(), mock.patch.object(moe, "route", watched):
+    with mock.patch.object(moe, "route", watched):
         gaps += [_gap(scores, cfg.index_topk) for scores in jax.jit(run)()]
         jax.effects_barrier()
     return min(gaps)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from conftest import quick_compile
 from glm5_jax.layers.experts import experts
 from glm5_jax.sharding import expert
 from glm5_jax.sharding.context import gather_row, own, slots
@@ -80,9 +79,8 @@ def test_every_token_reaches_its_experts_under_any_routing(kind, monkeypatch):
 
     rows, at = P(("data", "expert")), P("expert")
     run = local(body, mesh(2, 4), (rows, rows, rows, at, at, at, rows), (rows, rows, rows, [at] * 3))
-    with quick_compile():
-        (_, y), (dx, dw, *d_matrices) = jax.jit(grad(experts))(*arrays, weight)
-        got = jax.jit(run)(*arrays, weight)
+    (_, y), (dx, dw, *d_matrices) = jax.jit(grad(experts))(*arrays, weight)
+    got = jax.jit(run)(*arrays, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, (y, dx, dw, d_matrices))
 
 
@@ -114,9 +112,8 @@ MATRICES = {
 def test_orthogonalised_by_one_device_each(kind):
     shape, matrices, spec = MATRICES[kind]
     x = np.random.default_rng(2).standard_normal(shape)
-    with quick_compile():
-        one = jax.jit(lambda x: orthogonalize(x, matrices))(x)
-        many = jax.jit(lambda x: orthogonalize(x, matrices, spec, mesh(2, 2, 2)))(x)
+    one = jax.jit(lambda x: orthogonalize(x, matrices))(x)
+    many = jax.jit(lambda x: orthogonalize(x, matrices, spec, mesh(2, 2, 2)))(x)
     np.testing.assert_allclose(many, one, rtol=1e-9, atol=1e-12)
 
 

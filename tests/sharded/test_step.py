@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from conftest import quick_compile
 from glm5_jax.model import specs, split
 from glm5_jax.program import by_axes, collectives
 from glm5_jax.sharding.mesh import local, put_rows, shardings_of
@@ -30,8 +29,7 @@ def result(sharded: bool):
     state = state_on(m, model, optimizer, params)
     out = (shardings_of(m, state_specs(state, model)), None) if m else None
     batch = put_rows(batch, m)
-    with quick_compile():
-        program = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state, batch).compile()
+    program = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state, batch).compile()
     state, metrics = program(state, batch)
     return program, model, state, metrics
 

@@ -1,0 +1,359 @@
+"""glm5 plan: the true training step, compiled for a TPU pod that is not there.
+
+libtpu compiles ahead of time for a described topology, on any machine: whether the step compiles, what it holds on each chip,
+what it computes and what it sends are facts of the compiled program. The step time is an estimate from the chip's rates.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import time
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from glm5_jax.config import ModelConfig, check
+from glm5_jax.errors import UserError
+from glm5_jax.model import Glm5, abstract
+from glm5_jax.program import by_axes, collectives, products
+from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, make_mesh, shardings_of
+from glm5_jax.sharding.rules import parameter_specs, place_parameters
+from glm5_jax.sparse.dense import mean_turns
+from glm5_jax.train.flops import flops_per_token, step_flops
+from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
+from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, init_state, make_step, state_specs, trainable_specs
+
+GIB = 1 << 30
+HEADROOM = 0.1  # of a device's memory: what a run needs besides the step, and what fragments
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Rates of one JAX device, and what libtpu has to be told to compile for it.
+
+    Attributes:
+      accelerator: TPU_ACCELERATOR_TYPE of any such machine. per_chip: JAX devices on a chip. flops: bfloat16 FLOP/s.
+      memory: bytes that a program may use, as libtpu says when one does not fit. link: bytes/s one way over one ICI link;
+        a torus axis has two at each chip. network: bytes/s one way between slices.
+    """
+
+    accelerator: str
+    per_chip: int
+    flops: float
+    memory: float
+    link: float
+    network: float = 6.25e9
+
+
+CHIPS = {
+    "v5p": Chip("v5p-8", 1, 459e12, 95.74 * GIB, 90e9),
+    "v6e": Chip("v6e-4", 1, 920e12, 31.25 * GIB, 90e9),
+    "tpu7x": Chip("tpu7x-8", 2, 1155e12, 94.75 * GIB, 50e9, 3.1e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Settings of `glm5 plan PRESET`."""
+
+    topology: str = "v5p:8x8x8"  # chips of one slice: v5p:8x8x8, v6e:16x16, tpu7x:8x8x8
+    slices: int = 1  # slices of that topology, joined along mesh data
+    mesh: str = ""  # data=8,expert=64,context=1: devices along each axis; data may be left out
+    stage: Literal["pretrain", "dsa_warmup", "dsa_sparse"] = "dsa_sparse"  # pretrain: dense attention, also of mid-training
+    seq: int = 4096  # tokens of a row
+    batch: int = 0  # rows of a step; 0 = one for each data x expert
+    micro: int = 0  # rows whose activations exist at once, over all devices; 0 = all of the batch
+    mtp_steps: int = 3  # tokens beyond the next one to predict
+    layers: int = 0  # decoder layers; 0 = those of the preset
+    hlo: str = ""  # file for the compiled program's text
+    json: bool = False  # end with one line of JSON
+
+
+def parse_mesh(text: str) -> MeshConfig:
+    """MeshConfig of "data=8,expert=64,context=1".
+
+    Raises:
+      UserError: another form, or an unknown axis.
+    """
+    pairs = [part.split("=") for part in text.split(",") if part]
+    good = all(len(pair) == 2 and pair[0] in ("data", "expert", "context") and pair[1].isdigit() for pair in pairs)
+    check(good and len({pair[0] for pair in pairs}) == len(pairs), f"mesh={text}: need data=N,expert=N,context=N")
+    return MeshConfig(**{name: int(n) for name, n in pairs})
+
+
+def describe(topology: str, slices: int = 1) -> tuple[Chip, list]:
+    """(chip, devices of the described slices).
+
+    Raises:
+      UserError: no such chip, a topology that libtpu does not know, or no libtpu.
+    """
+    kind = topology.split(":")[0]
+    check(kind in CHIPS, f"topology={topology}: the chip is one of {', '.join(CHIPS)}")
+    check(slices >= 1, f"slices={slices}: must be at least 1")
+    check(importlib.util.find_spec("libtpu") is not None, "libtpu is not installed: pip install 'glm5_jax[tpu]'")
+    chip = CHIPS[kind]
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
+        TPU_ACCELERATOR_TYPE=chip.accelerator,
+    )  # fmt: skip
+    from jax.experimental import topologies  # loads libtpu: the environment must be set before
+
+    more = {"num_slices": slices} if slices > 1 else {}
+    try:
+        return chip, list(topologies.get_topology_desc(topology, platform="tpu", **more).devices)
+    except Exception as error:  # libtpu has no class of its own for it
+        raise UserError(f"topology={topology}: libtpu does not know it ({str(error).splitlines()[0]})") from None
+
+
+def training_config(cfg: ModelConfig, options: PlanOptions) -> tuple[ModelConfig, LossConfig, tuple[str, ...]]:
+    """(network, loss, frozen parts) of a stage."""
+    sparse, warmup = options.stage == "dsa_sparse", options.stage == "dsa_warmup"
+    layers = {"num_hidden_layers": options.layers} if options.layers else {}
+    cfg = dataclasses.replace(cfg, attention="sparse" if sparse else "dense", remat="block", dtype="bfloat16", **layers)
+    check(
+        options.seq <= cfg.max_position_embeddings,
+        f"seq={options.seq}: the position limit is {cfg.max_position_embeddings}",
+    )
+    mtp = options.mtp_steps if cfg.num_nextn_predict_layers else 0
+    freeze = {"pretrain": ("indexer",), "dsa_warmup": ("trunk", "mtp"), "dsa_sparse": ()}[options.stage]
+    return cfg, LossConfig(mtp_steps=mtp, index_weight=1.0 if sparse or warmup else 0.0), freeze
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step lowered for a mesh.
+
+    Attributes:
+      lowered: jax.stages.Lowered. state: abstract, with shardings. model: placed. rows: of a micro-batch.
+    """
+
+    lowered: jax.stages.Lowered
+    state: TrainState
+    model: Glm5
+    mesh: Mesh
+    loss: LossConfig
+    freeze: tuple[str, ...]
+    rows: int
+    micro_batches: int
+
+
+def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh: Mesh, options: PlanOptions) -> Program:
+    """The training step as `glm5 train` runs it: Muon Split, float32 parameters and moments, donated state."""
+    groups = math.prod(mesh.shape[a] for a in ROWS)
+    batch = options.batch or groups
+    micro = options.micro or batch
+    check(batch % micro == 0, f"batch={batch}: must be a multiple of micro={micro}")
+    check_rows(mesh, micro, options.seq)
+    model = place_parameters(abstract(cfg), dict(mesh.shape))
+    cuts = flat(parameter_specs(model))
+    optimizer = make_optimizer(OptimizerConfig(), lambda _: jnp.float32(1e-4), trainable_specs(model, freeze), cuts, mesh)
+    rates = Rates(lambda _: jnp.float32(0.3), lambda _: jnp.float32(0.001))
+    step = make_step(model, optimizer, rates, loss, freeze, mesh)
+    state = jax.eval_shape(lambda: init_state(abstract(cfg), optimizer, freeze))
+    shardings = shardings_of(mesh, state_specs(state, model))
+    state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
+    rows = NamedSharding(mesh, PartitionSpec(None, ROWS))
+    shape = (batch // micro, micro, options.seq)
+    tokens = {n: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for n in ("tokens", "segment_ids", "positions")}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # how kernels learn the chip's facts
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, tokens)
+    return Program(lowered, state, model, mesh, loss, freeze, micro, batch // micro)
+
+
+def compile_for(program: Program) -> tuple[jax.stages.Compiled | None, str]:
+    """(the compiled step, "") or (None, what libtpu says of the memory it would need)."""
+    try:
+        with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+            return program.lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = re.search(r"(Used [\d.]+\w of [\d.]+\w hbm|total memory required .*? \([\d.]+\w\) exceeds.*?\))", str(error))
+        return None, said[1] if said else str(error).splitlines()[0]
+
+
+def bytes_per_device(tree) -> float:
+    """Bytes that a device holds of a pytree of abstract arrays with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def dtypes(tree) -> str:
+    """The dtypes of a pytree of arrays, the one with most bytes first."""
+    sizes: dict[str, float] = {}
+    for x in jax.tree.leaves(tree):
+        sizes[x.dtype.name] = sizes.get(x.dtype.name, 0) + x.size * x.dtype.itemsize
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+
+
+def kept_activations(cfg: ModelConfig, rows: float, seq: float) -> float:
+    """Bytes that the forward pass keeps for the backward pass of `rows` x `seq` tokens of a device under remat=block: the
+    input of each layer, its selected positions and its tokens' experts."""
+    kinds = cfg.layer_kinds
+    layers = len(kinds) * cfg.hidden_size * 2
+    chosen = sum(full for _, full in kinds) * min(cfg.index_topk, seq) * 4 if cfg.attention == "sparse" else 0
+    experts = sum(ffn == "moe" for ffn, _ in kinds) * cfg.num_experts_per_tok * 4
+    return rows * seq * (layers + chosen + experts)
+
+
+def memory(program: Program, compiled: jax.stages.Compiled, chip: Chip, options: PlanOptions) -> dict[str, float]:
+    """What -> bytes on each device."""
+    analysis = compiled.memory_analysis()
+    shape, cfg = program.mesh.shape, program.model.cfg
+    rows, seq = program.rows / math.prod(shape[a] for a in ROWS), options.seq / shape["context"]
+    used = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    used += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {
+        "parameters": bytes_per_device(program.state.params),
+        "optimizer state": bytes_per_device(program.state.opt_state),
+        "temporaries": analysis.temp_size_in_bytes,
+        "of them activations kept": kept_activations(cfg, rows, seq),
+        "all arguments": analysis.argument_size_in_bytes,
+        "new results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        "used": used,
+        "memory": chip.memory,
+        "headroom": 1 - used / chip.memory,
+    }
+
+
+def seconds(found: dict, chip: Chip, mesh: Mesh) -> dict[tuple, float]:
+    """(kind, axes) -> seconds that the links need, from `by_axes`."""
+    return {key: sent / bandwidth(key[1], chip, mesh) for key, (_, sent) in found.items()}
+
+
+def bandwidth(axes: tuple[str, ...], chip: Chip, mesh: Mesh) -> float:
+    """Bytes/s that a device can send to the others along mesh axes: two links for each torus axis they extend over, or the
+    network where they extend over slices."""
+    at = [mesh.axis_names.index(a) for a in axes if a in mesh.axis_names] or list(range(len(mesh.axis_names)))
+    group = np.moveaxis(mesh.devices, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.devices.shape[i] for i in at))[0]
+    if len({getattr(d, "slice_index", 0) for d in group}) > 1:
+        return chip.network
+    torus = sum(len({d.coords[i] for d in group}) > 1 for i in range(3))
+    return max(1, torus) * 2 * chip.link
+
+
+def plan(preset: str, cfg: ModelConfig, options: PlanOptions) -> tuple[dict, str]:
+    """(results as in the table, text of the table) of one compiled step; `fits` says whether it can run."""
+    chip, devices = describe(options.topology, options.slices)
+    mesh = make_mesh(parse_mesh(options.mesh), devices)
+    check(mesh is not None, f"topology={options.topology}: one device needs no plan")
+    network, loss, freeze = training_config(cfg, options)
+    start = time.monotonic()
+    program = lower_step(network, loss, freeze, mesh, options)
+    text = program.lowered.as_text()
+    lowered = time.monotonic()
+    compiled, said = compile_for(program)
+    result = {
+        "preset": preset, "stage": options.stage, "topology": options.topology, "slices": options.slices,
+        "devices": len(devices), "chips": len(devices) // chip.per_chip, "mesh": dict(mesh.shape), "seq": options.seq,
+        "rows": program.rows * program.micro_batches, "micro_rows": program.rows,
+        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(program.state.params)),
+        "dtypes": {
+            "parameters": dtypes(program.state.params), "optimizer state": dtypes(program.state.opt_state),
+            "products": network.dtype,
+        },
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")},
+        "program": hashlib.sha256(text.encode()).hexdigest(),
+        "trace_s": lowered - start, "compile_s": time.monotonic() - lowered,
+    }  # fmt: skip
+    if compiled is None:
+        state = {"parameters": bytes_per_device(program.state.params)}
+        state["optimizer state"] = bytes_per_device(program.state.opt_state)
+        result |= {"fits": False, "compiler": said, "memory": state | {"memory": chip.memory}}
+    else:
+        result["memory"] = memory(program, compiled, chip, options)
+        result["fits"] = result["memory"]["headroom"] >= HEADROOM
+        result |= costs(program, compiled.as_text(), chip, options)
+    if compiled is not None and options.hlo:
+        with open(options.hlo, "w") as file:
+            file.write(compiled.as_text())
+    return result, table(result)
+
+
+def costs(program: Program, text: str, chip: Chip, options: PlanOptions) -> dict:
+    """FLOPs, bytes sent and times of a compiled step, for each device."""
+    cfg, mesh = program.model.cfg, program.mesh
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        turns, key_block = mean_turns(options.seq, mesh.shape["context"], cfg.num_attention_heads, cfg.query_chunk)
+    turns["more_rounds"] = 0  # of experts: none under even routing
+    computed = products(text, turns)
+    flops = sum(p.flops * p.times for p in computed)
+    sent = by_axes(collectives(text, mesh, turns))
+    times = seconds(sent, chip, mesh)
+    compute, links = flops / chip.flops, sum(times.values())
+    tokens = program.rows * program.micro_batches * options.seq / mesh.size
+    useful = tokens * flops_per_token(program.model, options.seq, program.loss.mtp_steps)
+    keys = turns["visible_keys"] * key_block
+    expected = step_flops(program.model, program.freeze, dict(mesh.shape), tokens, program.loss.mtp_steps, keys)
+    return {
+        "flops": {"compiled": flops, "closed form": sum(expected.values()), "parts": expected, "of the model": useful},
+        "sent": [
+            {"kind": kind, "axes": list(axes), "runs": runs, "bytes": size, "seconds": times[kind, axes]}
+            for (kind, axes), (runs, size) in sent.items()
+        ],
+        "seconds": {
+            "products at peak": compute, "links": links, "without overlap": compute + links, "full overlap": max(compute, links)
+        },
+        "utilisation": {
+            "without overlap": useful / chip.flops / (compute + links),
+            "full overlap": useful / chip.flops / max(compute, links),
+        },
+    }  # fmt: skip
+
+
+def table(result: dict) -> str:
+    """The results for people."""
+    mesh = ", ".join(f"{name} {n}" for name, n in result["mesh"].items())
+    slices = f" x {result['slices']} slices" if result["slices"] > 1 else ""
+    lines = [
+        f"{result['preset']}, {result['stage']}: {result['rows']:,} rows of {result['seq']:,} tokens, "
+        f"{result['micro_rows']:,} at once",
+        f"{result['topology']}{slices}: {result['chips']:,} chips, {result['devices']:,} devices; mesh {mesh}",
+        f"compiled in {result['compile_s']:.0f} s, traced in {result['trace_s']:.0f} s",
+        "",
+        f"{'on each device':<28}{'GiB':>10}",
+    ]
+    lines += [f"  {name:<26}{size / GIB:>10.2f}" for name, size in result["memory"].items() if name != "headroom"]
+    if not result["fits"]:
+        lines += ["", "DOES NOT FIT: " + _what_to_change(result)]
+    if "flops" not in result:
+        return "\n".join(lines)
+    flops, model = result["flops"], result["flops"]["of the model"]
+    lines += [
+        f"  {'headroom':<26}{result['memory']['headroom']:>9.1%}",
+        "",
+        f"{'products of a step':<28}{'TFLOP':>10}",
+        f"  {'in the compiled program':<26}{flops['compiled'] / 1e12:>10.1f}",
+        f"  {'by closed form':<26}{flops['closed form'] / 1e12:>10.1f}  ({flops['compiled'] / flops['closed form'] - 1:+.1%})",
+    ]
+    lines += [f"    {name:<24}{value / 1e12:>10.1f}" for name, value in flops["parts"].items()]
+    lines += [
+        f"  {'of the model':<26}{model / 1e12:>10.1f}  (without recomputation and optimizer)",
+        "",
+        f"{'sent by each device':<20}{'over':<24}{'runs':>8}{'GB':>10}{'s':>10}",
+    ]
+    for row in result["sent"]:
+        over = ", ".join(row["axes"])
+        lines.append(f"  {row['kind']:<18}{over:<24}{row['runs']:>8,.0f}{row['bytes'] / 1e9:>10.3f}{row['seconds']:>10.4f}")
+    lines += ["", f"{'estimated time of a step':<28}{'s':>10}"]
+    lines += [f"  {name:<26}{value:>10.3f}" for name, value in result["seconds"].items()]
+    lines += [f"  utilisation {name:<14}{value:>10.1%}" for name, value in result["utilisation"].items()]
+    kinds = "; ".join(f"{name} {value}" for name, value in result["dtypes"].items())
+    return "\n".join([*lines, "", kinds])
+
+
+def _what_to_change(result: dict) -> str:
+    memory = result["memory"]
+    held = memory["parameters"] + memory["optimizer state"]
+    words = [result["compiler"]] if "compiler" in result else [f"headroom below {HEADROOM:.0%}"]
+    if held > 0.6 * memory["memory"]:
+        words.append("parameters and optimizer state take most of the memory: more chips")
+    else:
+        words.append("fewer rows at once (--micro), a larger mesh context for long rows, or more chips")
+    return "; ".join(words)
