@@ -26,7 +26,7 @@ from glm5_jax.program import by_axes, collectives, products
 from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, make_mesh, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
 from glm5_jax.sparse.dense import mean_turns
-from glm5_jax.train.flops import flops_per_token, step_flops
+from glm5_jax.train.flops import flops_per_token, kernel_flops, step_flops
 from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
 from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, init_state, make_step, state_specs, trainable_specs
 
@@ -286,13 +286,17 @@ def costs(program: Program, text: str, chip: Chip, options: PlanOptions) -> dict
     flops = sum(p.flops * p.times for p in computed)
     sent = by_axes(collectives(text, mesh, turns))
     times = seconds(sent, chip, mesh)
-    compute, links = flops / chip.flops, sum(times.values())
     tokens = program.rows * program.micro_batches * options.seq / mesh.size
+    kernels = kernel_flops(cfg, program.freeze, tokens, options.seq, program.loss.mtp_steps)
+    compute, links = (flops + kernels) / chip.flops, sum(times.values())
     useful = tokens * flops_per_token(program.model, options.seq, program.loss.mtp_steps)
     keys = turns["visible_keys"] * key_block
     expected = step_flops(program.model, program.freeze, dict(mesh.shape), tokens, program.loss.mtp_steps, keys)
     return {
-        "flops": {"compiled": flops, "closed form": sum(expected.values()), "parts": expected, "of the model": useful},
+        "flops": {
+            "compiled": flops, "closed form": sum(expected.values()), "parts": expected, "kernels": kernels,
+            "of the model": useful,
+        },
         "sent": [
             {"kind": kind, "axes": list(axes), "runs": runs, "bytes": size, "seconds": times[kind, axes]}
             for (kind, axes), (runs, size) in sent.items()
@@ -333,6 +337,8 @@ def table(result: dict) -> str:
         f"  {'by closed form':<26}{flops['closed form'] / 1e12:>10.1f}  ({flops['compiled'] / flops['closed form'] - 1:+.1%})",
     ]
     lines += [f"    {name:<24}{value / 1e12:>10.1f}" for name, value in flops["parts"].items()]
+    if flops["kernels"]:
+        lines.append(f"  {'of sparse attention':<26}{flops['kernels'] / 1e12:>10.1f}  (its Pallas kernels, by closed form)")
     lines += [
         f"  {'of the model':<26}{model / 1e12:>10.1f}  (without recomputation and optimizer)",
         "",

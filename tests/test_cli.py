@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("cli")
     write_run_config(place / "mine.py", write_corpus(place / "corpus"))
     (place / "text.txt").write_text(TEXT)
-    with compile_cache(place / "compiled")():
+    with compile_cache(place / "compiled"):
         with pytest.raises(SystemExit) as stop:
             cli.main(["train", str(place / "mine.py"), "--run-dir", str(place / "run"), "--steps", "2", "--seed", "7"])
         assert stop.value.code == 0

@@ -63,7 +63,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("loop")
     write_run_config(place / "mine.py", write_corpus(place / "corpus"))
     (place / "driver.py").write_text(DRIVER)
-    with compile_cache(place / "compiled")():
+    with compile_cache(place / "compiled"):
         yield place
 
 

@@ -35,7 +35,7 @@ def place(tmp_path_factory):
     """A folder with corpus/ and a cache of compiled programs."""
     place = tmp_path_factory.mktemp("stages")
     write_run_config(place / "mine.py", write_corpus(place / "corpus"))
-    with compile_cache(place / "compiled")():
+    with compile_cache(place / "compiled"):
         yield place
 
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from glm5_jax.sharding.rules import own_part
+
 Kind = Literal["matrix", "norm", "bias", "embedding", "head", "router", "router_bias"]
 
 
@@ -54,7 +56,7 @@ def declare(
     std: float | None = None,
     **spec,
 ) -> Param:
-    """A fresh parameter of shape `stack + shape`, float32.
+    """A fresh parameter of shape `stack + shape`, float32; in `sharding.mesh.local` this device's part of it.
 
     Args:
       rngs: source of the initial values.
@@ -65,12 +67,13 @@ def declare(
       std: standard deviation of a normal initialiser; None = ones for a norm, zeros otherwise.
       **spec: further fields of `Spec`.
     """
-    full = stack + shape
+    axes = ("layers",) * len(stack) + axes
+    starts, part = own_part(axes, stack + shape)
     if std is not None:
-        value = std * normal(rngs.params(), full)
+        value = std * normal(rngs.params(), stack + shape, starts, part)
     else:
-        value = jnp.ones(full, jnp.float32) if kind == "norm" else jnp.zeros(full, jnp.float32)
-    return Param(value, spec=Spec(axes=("layers",) * len(stack) + axes, kind=kind, **spec))
+        value = jnp.ones(part, jnp.float32) if kind == "norm" else jnp.zeros(part, jnp.float32)
+    return Param(value, spec=Spec(axes=axes, kind=kind, **spec))
 
 
 _BLOCK = 2**16
@@ -81,18 +84,35 @@ def _normal_block(key: jax.Array, block: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.fold_in(key, block), (_BLOCK,), jnp.float32)
 
 
-def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Standard normal float32 values, drawn in blocks of one size.
+def normal(key: jax.Array, shape: tuple[int, ...], starts=None, part: tuple[int, ...] | None = None) -> jax.Array:
+    """Standard normal float32 values of an array of `shape`, or the `part` of them that begins at `starts`.
 
+    They are drawn in blocks of one size, numbered through the array, so a part holds the values that the whole has there, up to rounding.
     Outside a trace every parameter of every model uses one compiled function: compiling a generator per parameter took
     26 s for a model of 3M parameters.
     """
-    size = math.prod(shape)
-    blocks = math.ceil(size / _BLOCK)
     if isinstance(key, jax.core.Tracer):
-        values = jax.lax.map(lambda block: _normal_block(key, block), jnp.arange(blocks))
-        return values.reshape(-1)[:size].reshape(shape)
-    values = np.empty(blocks * _BLOCK, np.float32)
-    for block in range(blocks):
+        return _normal_part(key, shape, starts or [jnp.int32(0)] * len(shape), part or shape)
+    size = math.prod(shape)
+    values = np.empty(math.ceil(size / _BLOCK) * _BLOCK, np.float32)
+    for block in range(len(values) // _BLOCK):
         values[block * _BLOCK : (block + 1) * _BLOCK] = _normal_block(key, block)
     return jnp.asarray(values[:size].reshape(shape))
+
+
+def _normal_part(key, shape, starts, part):
+    """`normal` in a trace: one matrix after another, each drawn whole and then cut."""
+    outer, inner = shape[:-2], math.prod(shape[-2:])
+
+    def matrix(place):
+        number = jnp.int32(0)  # of the matrix in the whole array
+        for at, start, n in zip(place, starts, outer):
+            number = number * n + start + at
+        rest = number * (inner % _BLOCK)  # the number of its first value does not fit an int32
+        first = number * (inner // _BLOCK) + rest // _BLOCK
+        blocks = jax.vmap(lambda block: _normal_block(key, block))(first + jnp.arange(inner // _BLOCK + 2))
+        values = jax.lax.dynamic_slice(blocks.reshape(-1), (rest % _BLOCK,), (inner,)).reshape(shape[-2:])
+        return jax.lax.dynamic_slice(values, starts[-values.ndim :], part[-values.ndim :])
+
+    places = np.array(list(np.ndindex(part[:-2])), np.int32).reshape(-1, len(outer)) if outer else np.zeros((1, 0), np.int32)
+    return jax.lax.map(matrix, places).reshape(part)

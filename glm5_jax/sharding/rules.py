@@ -51,6 +51,13 @@ def partition(axes: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, in
     return tuple(cuts)
 
 
+def own_part(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[list, tuple[int, ...]]:
+    """(where this device's part of a parameter begins, its shape); all of it outside of a mesh."""
+    cuts = partition(axes, shape, {a: size(a) for a in AXES})
+    part = tuple(n // math.prod(size(a) for a in cut) for n, cut in zip(shape, cuts))
+    return [lax.axis_index(cut) * n if cut else jnp.int32(0) for n, cut in zip(part, cuts)], part
+
+
 def place_parameters(model: nnx.Module, sizes: dict[str, int]) -> nnx.Module:
     """The model, abstract or not, whose parameters know their `partition`."""
 

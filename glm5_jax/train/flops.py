@@ -97,6 +97,24 @@ def step_flops(model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], toke
     return parts
 
 
+def kernel_flops(cfg: ModelConfig, freeze: tuple[str, ...], tokens: float, seq_len: int, mtp_steps: int) -> float:
+    """FLOPs of the kernels of sparse attention in a step under remat=block: index scores of all visible keys, attention to the
+    selected ones twice forward and once backward, and with it the indexer's loss. What a tile of queries computes for the
+    selections of its neighbours comes on top (experiments/kernels/roofline.py)."""
+    if cfg.attention == "dense" or seq_len <= cfg.index_topk:
+        return 0.0
+    layers = cfg.num_hidden_layers + mtp_steps
+    selecting = sum(full for _, full in cfg.layer_kinds) + (1 if cfg.index_share_for_mtp_iteration else mtp_steps)
+    k = cfg.index_topk
+    chosen = (k * (k + 1) / 2 + (seq_len - k) * k) / seq_len
+    width, rank = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.kv_lora_rank
+    index = 2 * cfg.index_n_heads * cfg.index_head_dim
+    attention = 2 * cfg.num_attention_heads * (2 * (width + rank) + 3 * width + 2 * rank)
+    if "indexer" not in freeze:
+        attention += 2 * cfg.num_attention_heads * width + 4 * index
+    return tokens * (selecting * index * (seq_len + 1) / 2 + layers * chosen * attention)
+
+
 def _muon_flops(spec: Spec, shape: tuple[int, ...], devices: int, sizes: dict[str, int]) -> float:
     """Newton-Schulz of the matrices of a parameter that one of the devices that share them takes."""
     outputs = tuple(at for at in spec.outputs if at != spec.heads)

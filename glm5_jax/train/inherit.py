@@ -13,13 +13,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
+from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.convert.hf import load_hf
 from glm5_jax.convert.hf_config import config_from_hf
 from glm5_jax.convert.tokenizer import bpe_size, load_tokenizer
 from glm5_jax.errors import UserError
 from glm5_jax.model import abstract, merge, split
+from glm5_jax.sharding.mesh import local
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import restore_params, restore_state
 from glm5_jax.train.optimizer import restart_schedule
@@ -140,6 +143,21 @@ def first_state(
         params = _hf_params(init.run, template)
         say(f"starting from {init.run}")
     return init_state(merge(graphdef, params), optimizer, config.freeze)
+
+
+_HOST_BYTES = 1 << 30  # of a state that every process may make whole: faster for small models, whose drawing takes compiling
+
+
+def first_state_on(
+    mesh: Mesh, shardings: TrainState, config: TrainConfig, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """`first_state` over a mesh, the same values: large models are drawn part by part, each device its own; small ones and
+    those of `init.run` go by way of the host."""
+    draw = lambda: init_state(runs.fresh_model(config), optimizer, config.freeze)  # noqa: E731
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(draw)))
+    if config.init.run or size <= _HOST_BYTES:
+        return jax.device_put(jax.device_get(first_state(config, optimizer)), shardings)
+    return jit(local(draw, mesh, (), jax.tree.map(lambda s: s.spec, shardings)))()
 
 
 def _hf_params(path: str, template: dict) -> dict:

@@ -36,7 +36,7 @@ from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
 from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
-from glm5_jax.train.inherit import Source, bring_tokenizer, first_state, open_source
+from glm5_jax.train.inherit import Source, bring_tokenizer, first_state, first_state_on, open_source
 from glm5_jax.train.metrics import INDEX_KL, Metrics, Progress
 from glm5_jax.train.metrics import read as metrics_of
 from glm5_jax.train.optimizer import make_optimizer
@@ -208,8 +208,7 @@ class Run:
         if self.mesh:
             shardings = shardings_of(self.mesh, state_specs(self.template, self.model))
             self.template = jax.tree.map(lambda leaf, s: leaf.update(sharding=s), self.template, shardings)
-            # By way of the host: every process has all of it, each device takes its part.
-            self.init = lambda: jax.device_put(jax.device_get(first_state(config, optimizer)), shardings)
+            self.init = functools.partial(first_state_on, self.mesh, shardings, config, optimizer)
         self.step_fn = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options())
         self.lr = config.lr.schedule(config.steps)
         self.loss_sum = make_loss_sum(self.model, config.loss.chunk, self.mesh)

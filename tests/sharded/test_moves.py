@@ -3,9 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 from glm5_jax.errors import UserError
-from glm5_jax.sharding.mesh import MeshConfig, check_rows, make_mesh, put_all_rows, readers, shardings_of
+from glm5_jax.layers.param import declare
+from glm5_jax.sharding.mesh import MeshConfig, check_rows, local, make_mesh, put_all_rows, readers, shardings_of
+from glm5_jax.sharding.rules import partition
 from glm5_jax.train.checkpoint import CheckpointConfig, Checkpoints, restore_params
 from glm5_jax.train.step import LossConfig, state_specs
 from helpers_mesh import inputs, make, mesh, network, state_on
@@ -83,3 +87,20 @@ def test_what_does_not_divide_is_refused_by_name():
         check_rows(mesh(2, 2, 2), 8, 18)
     with pytest.raises(UserError, match="mesh.expert=8: 5 experts cannot be spread evenly over it"):
         make(network(n_routed_experts=5), mesh(1, 8, 1), LossConfig(mtp_steps=1, index_weight=1.0))
+
+
+def test_each_device_draws_the_values_that_the_whole_has_there():
+    """Matrices that begin and end inside the blocks of random numbers; experts, two cuts of one dimension, stacks."""
+    m = mesh(2, 2, 2)
+    sizes = dict(m.shape)
+    for stack, shape, axes in (
+        ((3,), (4, 48, 40), ("experts", "embed", "expert_mlp")),
+        ((), (300, 256), ("vocab", "embed")),
+        ((2,), (16, 3, 24), ("heads", "head_dim", "embed")),
+    ):
+        draw = lambda: declare(nnx.Rngs(5), stack, shape, axes, "matrix", 0.5)[...]  # noqa: B023, E731
+        logical = ("layers",) * len(stack) + axes
+        cuts = PartitionSpec(*(cut or None for cut in partition(logical, stack + shape, sizes)))
+        found = jax.jit(local(draw, m, (), cuts))()
+        assert found.shape == stack + shape and found.addressable_shards[0].data.size == found.size // 8
+        np.testing.assert_allclose(found, draw(), rtol=1e-6)  # another program rounds otherwise
