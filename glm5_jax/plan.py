@@ -224,18 +224,22 @@ def memory(program: Program, compiled: jax.stages.Compiled, chip: Chip, options:
 
 def seconds(found: dict, chip: Chip, mesh: Mesh) -> dict[tuple, float]:
     """(kind, axes) -> seconds that the links need, from `by_axes`."""
-    return {key: sent / bandwidth(key[1], chip, mesh) for key, (_, sent) in found.items()}
+    return {(kind, axes): sent / bandwidth(kind, axes, chip, mesh) for (kind, axes), (_, sent) in found.items()}
 
 
-def bandwidth(axes: tuple[str, ...], chip: Chip, mesh: Mesh) -> float:
-    """Bytes/s that a device can send to the others along mesh axes: two links for each torus axis they extend over, or the
-    network where they extend over slices."""
+def bandwidth(kind: str, axes: tuple[str, ...], chip: Chip, mesh: Mesh) -> float:
+    """Bytes/s at which a device gets rid of what it sends along mesh axes.
+
+    Two links for each torus axis over which they extend, or the network where they extend over slices. Rings pass parts from
+    neighbour to neighbour; in an all-to-all each byte takes a quarter of each ring on its way, and links of others with it.
+    """
     at = [mesh.axis_names.index(a) for a in axes if a in mesh.axis_names] or list(range(len(mesh.axis_names)))
     group = np.moveaxis(mesh.devices, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.devices.shape[i] for i in at))[0]
     if len({getattr(d, "slice_index", 0) for d in group}) > 1:
         return chip.network
-    torus = sum(len({d.coords[i] for d in group}) > 1 for i in range(3))
-    return max(1, torus) * 2 * chip.link
+    rings = [n for n in (len({d.coords[i] for d in group}) for i in range(3)) if n > 1]
+    hops = max(1.0, sum(n / 4 for n in rings)) if kind == "all-to-all" else 1.0
+    return max(1, len(rings)) * 2 * chip.link / hops
 
 
 def plan(preset: str, cfg: ModelConfig, options: PlanOptions) -> tuple[dict, str]:

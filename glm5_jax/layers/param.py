@@ -87,7 +87,7 @@ def _normal_block(key: jax.Array, block: jax.Array) -> jax.Array:
 def normal(key: jax.Array, shape: tuple[int, ...], starts=None, part: tuple[int, ...] | None = None) -> jax.Array:
     """Standard normal float32 values of an array of `shape`, or the `part` of them that begins at `starts`.
 
-    They are drawn in blocks of one size, numbered through the array, so a part holds the values that the whole has there, up to rounding.
+    They are drawn in blocks of one size, numbered through the array: a part holds what the whole has there, up to rounding.
     Outside a trace every parameter of every model uses one compiled function: compiling a generator per parameter took
     26 s for a model of 3M parameters.
     """

@@ -1,5 +1,6 @@
 """One whole step on 2 x 2 x 2 devices: its numbers, where its results lie, and everything that its program sends."""
 
+import collections
 import functools
 import math
 
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax.model import specs, split
 from glm5_jax.program import by_axes, collectives
 from glm5_jax.sharding.mesh import local, put_rows, shardings_of
+from glm5_jax.sharding.rules import axes_by_dimension, parameter_specs
 from glm5_jax.train.step import LossConfig, flat, state_specs
 from helpers_mesh import inputs, make, mesh, network, state_on
 
@@ -55,34 +57,32 @@ def budget(model) -> dict:
     """(kind, axes) -> most bytes that each device may send in a step, from the declarations and the shapes of the batch."""
     parameters = flat(model_specs(model))
     wide, rows, t, d = 8, 2, 16, CFG.hidden_size  # bytes of a number; rows of a device's group, tokens of a row
-    gathered = {EVERY: 0.0, ("data", "context"): 0.0}  # parameters, once forward and once backward
-    held = {EVERY: 0.0, ("data", "context"): 0.0}
-    vectors = 0
-    for spec, shape in parameters.values():
+    most, vectors = collections.Counter(), 0
+    for (spec, shape), cuts in zip(parameters.values(), flat(parameter_specs(model)).values()):
         size = wide * math.prod(shape)
         if len(set(spec.axes) - {"layers", "experts"}) < 2:
             vectors += size
             continue
         of_expert = "experts" in spec.axes
         axes = ("data", "context") if of_expert else EVERY
-        if spec.kind != "embedding":
-            gathered[axes] += size / (2 if of_expert else 1)
+        if spec.kind != "embedding":  # gathered once forward and once backward, one axis after another
+            part = size / 8
+            for axis in reversed([a for cut in axes_by_dimension(cuts) for a in cut if a in axes]):
+                part *= 2
+                most["all-gather", (axis,)] += 2 * part / 2
+                most["reduce-scatter", (axis,)] += part / 2
         if spec.kind == "matrix":
             inner = {at % len(shape) for at in spec.inputs + spec.outputs} - {(spec.heads or 0) % len(shape)}
             count = math.prod(n for at, n in enumerate(shape) if at not in inner) // (2 if of_expert else 1)
             devices = 4 if of_expert else 8
-            held[axes] += size / 8 / count * (devices * math.ceil(count / devices))  # filled up to as many for each
-    share = {EVERY: 7 / 8, ("data", "context"): 3 / 4}
-    most = {}
-    for axes in gathered:
-        most["all-gather", axes] = 2 * gathered[axes] * share[axes]
-        most["reduce-scatter", axes] = gathered[axes] * share[axes]
-        most["all-to-all", axes] = 2 * held[axes] * share[axes]  # Muon: whole matrices there, parts back
+            held = size / 8 / count * (devices * math.ceil(count / devices))  # filled up to as many for each
+            most["all-to-all", axes] += 2 * held * (1 - 1 / devices)  # Muon: whole matrices there, parts back
     tokens = rows * t // 2
     most["all-gather", EVERY] += tokens * 4 * 7
     most["all-to-all", EVERY] += 2 * tokens * d * wide * 7 / 8  # embeddings there, their gradients back
     keys = CFG.num_hidden_layers * rows * t * (CFG.kv_lora_rank + CFG.qk_rope_head_dim + CFG.index_head_dim) * wide / 2
-    most["all-gather", ("context",)], most["reduce-scatter", ("context",)] = 2 * keys, keys
+    most["all-gather", ("context",)] += 2 * keys
+    most["reduce-scatter", ("context",)] += keys
     # Rounds of 24 and 8 picks a pair (32 picks on 2 devices): rows there and back, forward; rows, gradients and both back.
     picks = tokens * CFG.num_experts_per_tok
     room = sum(8 * math.ceil(picks / 2 * part / 8) for part in (1.25, 0.25))

@@ -1,0 +1,129 @@
+"""glm5 plan: a small model compiled for a small slice; what it says against closed forms; bad input."""
+
+import json
+import math
+import pathlib
+
+import pytest
+import yaml
+
+from glm5_jax import cli, plan
+from glm5_jax.config import tiny
+from glm5_jax.errors import UserError
+from glm5_jax.sharding.mesh import make_mesh
+from helpers_tpu import need_libtpu
+
+POD = pathlib.Path(__file__).parent.parent / "experiments" / "pods"
+SMALL = dict(topology="v5p:2x2x1", mesh="data=2,expert=2,context=1", stage="pretrain", seq=1024, layers=1, mtp_steps=0)
+
+
+def network(**overrides):
+    """One MoE layer, widths that the chip's tiles divide, so that nothing is filled up."""
+    return tiny(
+        hidden_size=512, q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128,
+        moe_intermediate_size=256, index_head_dim=128, vocab_size=1024, first_k_dense_replace=0, **overrides,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Results and table of a dense step for four v5p chips."""
+    need_libtpu()
+    return plan.plan("network", network(), plan.PlanOptions(**SMALL))
+
+
+@pytest.mark.tpu_compile
+def test_flops_of_the_compiled_program_are_those_of_the_closed_form(small):
+    flops = small[0]["flops"]
+    assert flops["compiled"] == pytest.approx(flops["closed form"], rel=0.02)
+    assert 0.4 * flops["compiled"] < flops["of the model"] < flops["compiled"]
+
+
+@pytest.mark.tpu_compile
+def test_a_device_holds_a_fourth_of_parameters_and_moments(small):
+    """float32; Muon keeps one moment, AdamW two of embedding, head and router; the frozen indexers have none."""
+    memory, total = small[0]["memory"], small[0]["parameters"]
+    adamw = 2 * 1024 * 512 + 512 * 8
+    indexer = 512 * 4 + 512 * 128 + 256 * 4 * 128
+    assert memory["parameters"] == pytest.approx(total * 4 / 4, rel=0.01)
+    assert memory["optimizer state"] == pytest.approx((total + adamw - 2 * indexer) * 4 / 4, rel=0.01)
+    assert memory["all arguments"] >= memory["parameters"] + memory["optimizer state"]
+    assert small[0]["fits"] and memory["headroom"] > 0.9
+    assert small[0]["dtypes"] == {"parameters": "float32", "optimizer state": "float32, int32", "products": "bfloat16"}
+
+
+@pytest.mark.tpu_compile
+def test_everything_sent_is_named_and_the_table_says_it(small):
+    result, table = small
+    sent = {(row["kind"], tuple(row["axes"])): row for row in result["sent"]}
+    assert not any("?" in axes for _, axes in sent)
+    room = 1024 * 2 * 1.25  # rows that a device sends: tokens x experts of each, and a quarter more
+    assert sent["all-to-all", ("expert",)]["bytes"] > 5 * room * 512 * 2 / 2  # there and back; again, gradients, theirs back
+    for row in result["sent"]:
+        assert row["kind"] in table and row["seconds"] > 0
+    assert result["seconds"]["without overlap"] == pytest.approx(sum(list(result["seconds"].values())[:2]))
+    assert json.loads(json.dumps(result)) == result
+
+
+@pytest.mark.tpu_compile
+def test_what_does_not_fit_is_said_with_status_1(monkeypatch, capsys):
+    need_libtpu()
+    monkeypatch.setattr(plan, "compile_for", lambda program: (None, "Used 120.00G of 95.74G hbm"))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "tiny", *options])
+    assert stop.value.code == 1
+    assert "DOES NOT FIT: Used 120.00G of 95.74G hbm; fewer rows at once (--micro)" in capsys.readouterr().out
+
+
+@pytest.mark.tpu_compile
+def test_rates_of_links():
+    """On 8x8x8 v5p chips "data" is one ring of 8, "expert" two, both all three; an all-to-all takes 2 hops in each ring."""
+    need_libtpu()
+    chip, devices = plan.describe("v5p:8x8x8")
+    mesh = make_mesh(plan.parse_mesh("data=8,expert=64"), devices)
+    rates = [plan.bandwidth("all-gather", axes, chip, mesh) for axes in (("data",), ("expert",), ("data", "expert"))]
+    assert rates == [2 * 90e9, 4 * 90e9, 6 * 90e9]
+    assert plan.bandwidth("all-to-all", ("expert",), chip, mesh) == 4 * 90e9 / 4
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(mesh="data=3,expert=2"), "data x expert x context = 3x2x1: there are 4 devices"),
+        (dict(mesh="rows=2"), "need data=N,expert=N,context=N"),
+        (dict(mesh="data=2,data=2"), "need data=N,expert=N,context=N"),
+        (dict(mesh="expert=4", batch=6), "micro_rows=6: must be a multiple of mesh data x expert = 4"),
+        (dict(mesh="context=4", seq=1020), "rows of 1020 tokens cannot be cut into 8 equal pieces"),
+        (dict(batch=8, micro=3), "batch=8: must be a multiple of micro=3"),
+        (dict(seq=10_000), "seq=10000: the position limit is 4096"),
+        (dict(topology="v9:2x2"), "the chip is one of v5p, v6e, tpu7x"),
+        (dict(topology="v5p:3x5x7"), "libtpu does not know it"),
+        (dict(slices=0), "slices=0: must be at least 1"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_one_line(options, words):
+    need_libtpu()
+    with pytest.raises(UserError, match="^[^\n]*$") as error:
+        plan.plan("tiny", tiny(), plan.PlanOptions(**SMALL | options))
+    assert words in str(error.value)
+
+
+def test_the_manifest_of_a_pod_runs_a_command_that_exists():
+    """As many machines as the topology has, each with its chips; the command's settings parse, its config is sound."""
+    job = yaml.safe_load((POD / "gke.yaml").read_text())
+    assert job["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and job["kind"] == "JobSet"
+    (slices,) = job["spec"]["replicatedJobs"]
+    spec = slices["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+    assert spec["parallelism"] == spec["completions"] == chips // container["resources"]["limits"]["google.com/tpu"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    program, verb, config, *options = container["command"]
+    assert (program, verb) == ("glm5", "train") and options[::2] == ["--processes", "--run-dir"]
+    scope: dict = {}
+    exec((POD.parent.parent / config).read_text(), scope)
+    assert math.prod(scope["config"]().mesh.sizes(chips)) == chips

@@ -1,0 +1,69 @@
+"""What is read from the text of a compiled program: FLOPs of products, trip counts of loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.program import products
+from helpers_tpu import compile_for
+
+
+def total(found):
+    return sum(p.flops * p.times for p in found)
+
+
+def loops(x, w):
+    """3 outer turns, each of 5 inner ones with a product of 8x16 by 16x16, and one of 8x16 by 16x4 behind them."""
+    inner = lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x)  # noqa: E731
+    x = jax.lax.scan(lambda x, _: (inner(x), None), x, length=3)[0]
+    return x @ w[:, :4]
+
+
+LOOPS = 3 * 5 * 2 * 8 * 16 * 16 + 2 * 8 * 16 * 4
+SHAPES = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+
+def test_bodies_of_loops_count_as_often_as_they_run():
+    found = products(jax.jit(loops).lower(*SHAPES).compile().as_text())
+    assert total(found) == LOOPS and all(p.bounded for p in found)
+
+
+def test_a_loop_of_unknown_length_counts_as_told():
+    def until(x, w):
+        with jax.named_scope("climb"):
+            return jax.lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: x @ w, x)
+
+    text = jax.jit(until).lower(*SHAPES).compile().as_text()
+    (once,) = products(text)
+    assert not once.bounded and once.times == 1 and once.flops == 2 * 8 * 16 * 16
+    assert total(products(text, {"climb": 2.5})) == 2.5 * once.flops and not products(text, {"climb": 0})
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
+def test_products_on_tpus_are_convolutions(topology):
+    """Batched, transposed and contracted over several dimensions: the compiler writes them as windows over padding or holes."""
+    cases = {
+        "bnqh,bnkh->bnqk": ((2, 6, 128, 64), (2, 6, 256, 64)),
+        "btnv,nvd->btd": ((2, 64, 5, 32), (5, 32, 128)),
+        "bsr,rnc->bsnc": ((2, 64, 32), (32, 7, 48)),
+        "btd,btw->dw": ((2, 64, 128), (2, 64, 256)),
+        "lij,ljk->lik": ((10, 64, 128), (10, 128, 96)),
+    }
+
+    def every(*arrays):
+        return [jnp.einsum(spec, *arrays[2 * i : 2 * i + 2]) for i, spec in enumerate(cases)]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for pair in cases.values() for shape in pair]
+    found = products(compile_for(every, *shapes, topology=topology).as_text())
+    for spec, (a, b) in cases.items():
+        sizes = dict(zip("".join(spec.split("->")[0].split(",")), a + b))
+        assert any(spec in p.name and p.flops == 2 * np.prod(list(sizes.values())) for p in found), spec
+    assert len(found) == len(cases)
+
+
+@pytest.mark.tpu_compile
+def test_loops_on_tpus_have_trip_counts_in_their_conditions():
+    found = products(compile_for(loops, *SHAPES, topology="v5p:2x2x1").as_text())
+    assert total(found) == LOOPS and all(p.bounded for p in found)
