@@ -263,7 +263,7 @@ def show(arguments: list[str]) -> int:
     options = parse(ShowOptions(), rest, "glm5 show PRESET", "Parameters and published tensors of a preset.")
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
-    from glm5_jax.convert.hf import count_parameters, tensor_list
+    from glm5_jax.convert.published import count_parameters, tensor_list
 
     cfg = PRESETS[name]()
     tensors = tensor_list(cfg)
