@@ -317,13 +317,6 @@ def specs(model: nnx.Module) -> dict:
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=is_param))
 
 
-def cast(model: Glm5, dtype: str) -> Glm5:
-    """The model with its parameters in `dtype`, except the router bias: rounding it to bfloat16 changes the experts."""
-    graphdef, params = split(model)
-    kept = jax.tree.map(lambda spec: spec.kind == "router_bias", specs(model), is_leaf=lambda s: isinstance(s, Spec))
-    return merge(graphdef, jax.tree.map(lambda x, keep: x if keep else x.astype(dtype), params, kept))
-
-
 def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:
     """The model with shapes in place of arrays; nothing is allocated."""
     return nnx.eval_shape(lambda: network(cfg, nnx.Rngs(0)))
@@ -335,7 +328,7 @@ def template(
     """`split` of a model that is yet to be read: `jax.ShapeDtypeStruct`s in place of arrays.
 
     Args:
-      dtype: of the parameters, except the router bias, which is float32 (`cast`).
+      dtype: of the parameters, except the router bias: rounding it to bfloat16 changes the experts.
       mesh: where they shall lie; None = on the default device.
     """
     model = abstract(cfg, network)

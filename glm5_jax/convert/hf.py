@@ -177,7 +177,7 @@ def write_hf(
     dtype: str,
     read: Read,
     folder: pathlib.Path,
-    done: Callable[[int], None] = lambda elements: None,
+    done: Callable[[str, float, bool], None] = lambda name, share, here: None,
     workers: int = 1,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -186,14 +186,17 @@ def write_hf(
     Args:
       dtype: "float32", "bfloat16", "float64" or "fp8", see `stored`.
       read: (name, pieces, dtype, band) -> those rows of a published tensor in that dtype.
-      done: receives the number of elements of a band when it is written.
+      done: receives the name of a tensor, the share of it that is on the disk now, and whether it was written here or before.
       workers: threads that read and write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     table, files = tensor_table(cfg), cut_into_files(stored(cfg, dtype), shard_bytes)
-    for name, tensors in files.items():
-        file = SafetensorsFile(folder / name, tensors)
-        if not file.is_complete():
+    for file_name, tensors in files.items():
+        file = SafetensorsFile(folder / file_name, tensors)
+        if file.is_complete():
+            for name in tensors.keys() & table.keys():
+                done(name, 1.0, False)
+        else:
             with file:
                 run(_bands_to_write(file, tensors, table, read, done), workers)
     write_index(folder, files)
@@ -236,7 +239,7 @@ def _write_band(file: SafetensorsFile, name: str, pieces: list[Piece], dtype: np
     else:
         values = read(name, pieces, dtype, band)
     file.write(name, values, band.start)
-    done(values.size)
+    done(name, (band.stop - band.start) / tensor_shape(pieces)[0], True)
 
 
 def _check_tensors(path, table: dict, files: TensorDirectory) -> None:

@@ -6,6 +6,7 @@ Parameters that declare the same name are one published tensor, joined along the
 head its key rows, then its value rows).
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Piece(NamedTuple):
     spec: Spec
 
 
+@functools.lru_cache(maxsize=1)
 def tensor_table(cfg: ModelConfig) -> dict[str, list[Piece]]:
     """Published name -> the pieces it is made of, for every tensor of the model; allocates nothing."""
     model = abstract(cfg)

@@ -53,6 +53,11 @@ class TensorDirectory:
         """dtype that a tensor is stored in."""
         return np.dtype(self._where[name][1])
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor and its scales as they are stored."""
+        both = [self._where[n] for n in (name, name + SCALE) if n in self._where]
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape, _ in both)
+
     def place(self, name: str) -> tuple[pathlib.Path, int]:
         """(file, offset) of a tensor: tensors read in this order are read as they lie on the disk."""
         return self._where[name][0], self._where[name][3]

@@ -52,36 +52,39 @@ class Meter:
     def __init__(self, what: str, total: int):
         self._what, self._total, self._live = what, total, sys.stdout.isatty()
         self._every = 0.5 if self._live else 60.0
-        self._done, self._lock = 0, threading.Lock()
-        self._began = self._shown = time.monotonic()
+        self._before, self._lock = 0, threading.Lock()
+        self.done, self._began = 0, time.monotonic()
+        self._shown = self._began
 
-    def add(self, nbytes: int) -> None:
-        """Counts bytes that are done."""
+    def add(self, nbytes: float, here: bool = True) -> None:
+        """Counts bytes that are done, here or by an earlier process."""
         with self._lock:
-            self._done += nbytes
-            now = time.monotonic()
-            if now - self._shown >= self._every:
-                self._shown = now
+            self.done += nbytes * here
+            self._before += nbytes * (not here)
+            if time.monotonic() - self._shown >= self._every:
+                self._shown = time.monotonic()
                 print(self._line(), end="\x1b[K\r" if self._live else "\n", flush=True)
 
-    def close(self) -> tuple[int, float]:
-        """(bytes done, seconds since the beginning); the line goes."""
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began
+
+    def close(self) -> None:
+        """Wipes the line."""
         if self._live:
             print("\x1b[K", end="", flush=True)
-        return self._done, time.monotonic() - self._began
 
     def _line(self) -> str:
-        rate = max(self._done, 1) / (time.monotonic() - self._began)
-        left = max(self._total - self._done, 0) / rate
-        hours, minutes, seconds = int(left // 3600), int(left % 3600 // 60), int(left % 60)
+        done, rate = self._before + self.done, max(self.done, 1) / max(self.seconds(), 1e-9)
+        left = int(max(self._total - done, 0) / rate)
         return (
-            f"{self._what}: {self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, "
-            f"{hours}:{minutes:02d}:{seconds:02d} left"
+            f"{self._what}: {done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, "
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
         )
 
 
 def raw_read_speed(files: list[pathlib.Path]) -> float:
-    """Bytes/s at which the disk gives up to 1 GiB of the files, one after the other; what is in memory is dropped first."""
+    """Bytes/s at which the disk gives up to 1 GiB of the files, one after the other. Drops what memory holds of them all."""
     left, seconds, buffer = _SAMPLE_BYTES, 0.0, bytearray(16 * 2**20)
     for file in files:
         with open(file, "rb", buffering=0) as f:
@@ -91,8 +94,6 @@ def raw_read_speed(files: list[pathlib.Path]) -> float:
                 left -= n
             seconds += time.perf_counter() - began
             _drop_cached(f.fileno())
-        if left <= 0:
-            break
     return (_SAMPLE_BYTES - left) / max(seconds, 1e-9)
 
 
