@@ -21,6 +21,7 @@ from glm5_jax.convert.hf_config import config_from_hf, config_to_hf
 from glm5_jax.convert.published import (
     Band,
     Piece,
+    copy_packed,
     cut_rows,
     from_published,
     layer_prefixes,
@@ -122,7 +123,7 @@ def _fill(source: Published, name: str, number: int, parts: list) -> None:
             first, last = max(own[axis].start, band.first), min(own[axis].stop, band.last)
             target = (slice(None),) * axis + (slice(first - own[axis].start, last - own[axis].start),)
             own[axis] = slice(first - band.first, last - band.first)
-            array[target] = rows[tuple(own)]
+            copy_packed(rows[tuple(own)], array[target])
 
 
 # Writing

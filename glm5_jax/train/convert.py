@@ -43,7 +43,7 @@ from glm5_jax.train.checkpoint import (
 from glm5_jax.train.data import DataConfig
 from glm5_jax.train.stages import TrainConfig
 from glm5_jax.train.step import LossConfig
-from glm5_jax.train.stored import Arrays, create, file_name, plan
+from glm5_jax.train.stored import Arrays, create, encode, file_name, plan
 
 _STATE = "convert.json"
 _PARAMS = "arrays/params"
@@ -164,7 +164,7 @@ def _open_run(path: Path, say: Callable[[str], None]) -> Source:
 
     def read(name: str, pieces: list[Piece], dtype: np.dtype, band: Band) -> np.ndarray:
         cuts = [(slice(None),) * row_axis(p) + (slice(band.first, band.last),) for p in pieces]
-        slices = [stored.read(_array_name(p.path), (*p.index, *cut)) for p, cut in zip(pieces, cuts)]
+        slices = [stored.read(_array_name(p.path), (*p.index, *cut), row_axis(p)) for p, cut in zip(pieces, cuts)]
         return to_published(slices, pieces).astype(dtype, copy=False)
 
     itemsize = stored.dtype(_array_name(("embedding",))).itemsize
@@ -242,7 +242,6 @@ class _RunWriter:
             shutil.rmtree(unfinished, ignore_errors=True)
             create(unfinished, layouts)
             unfinished.rename(self._folder)
-        self._arrays = Arrays(self._folder, list(layouts))
         self.sums = _Sums(directory)
 
     def jobs(self) -> Iterator[Callable[[], None]]:
@@ -266,9 +265,7 @@ class _RunWriter:
         dtype = self._plans[pieces[0].path][0].dtype
         rows = self._source.read(name, pieces, dtype, band)
         for piece, values, file in zip(pieces, from_published(rows, pieces), files):
-            at = (*piece.index, *(slice(None),) * row_axis(piece), slice(band.first, band.last))
-            self._arrays.write(_array_name(piece.path), at, values)
-            self.sums.add(file)
+            self.sums.write(file, encode(values, self._plans[piece.path][0]))
         self._meter.add(nbytes)
 
 
@@ -285,18 +282,26 @@ class _Sums:
     def __contains__(self, file: str) -> bool:
         return file in self._listed
 
-    def add(self, file: str) -> None:
-        """Lists a file that is complete."""
-        line = format_sums([(digest(self._directory / file), file)])
-        with self._lock, open(self._path, "a") as sums:
-            sums.write(line)
+    def write(self, file: str, parts: list[np.ndarray]) -> None:
+        """Writes a file and, when it is complete, lists it."""
+        path, sha = self._directory / file, hashlib.sha256()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as out:
+            for part in parts:
+                sha.update(part)
+                out.write(part)
+        self._list(sha.hexdigest(), file)
 
     def add_others(self) -> None:
         """Lists the files that are not listed yet."""
         listed = {file for _, file in read_sums(self._path.read_text())}
         for file in list_files(self._directory):
             if file not in listed:
-                self.add(file)
+                self._list(digest(self._directory / file), file)
+
+    def _list(self, hexdigest: str, file: str) -> None:
+        with self._lock, open(self._path, "a") as sums:
+            sums.write(format_sums([(hexdigest, file)]))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""The parameters of a checkpoint as tensorstore arrays: read, or written, a slice at a time, by any number of threads.
+"""The parameters of a checkpoint as arrays on the disk: read, or written, a slice at a time, by any number of threads.
 
 What a training run saves (orbax, OCDBT) is read here; what is written is an orbax checkpoint as well (one directory per array,
 zarr 3), which `train.checkpoint` restores. In it each published tensor is a file of its own, or a few if it is large, so that
-it can be written alone, and is cut inside into chunks, so that a device reads little more than its part of it.
+it can be written alone, and is cut inside into chunks, so that a device reads little more than its part of it. Numbers lie in
+the order of the published tensor, [out..., in...]: turning matrices would take longer than all else, and who reads turns less.
 """
 
 import math
@@ -13,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from glm5_jax.convert.published import Band, Piece, cut_rows, row_axis, tensor_shape
+from glm5_jax.convert.published import Band, Piece, copy_packed, cut_rows, row_axis, tensor_shape
 from glm5_jax.sharding.rules import partition
 from glm5_jax.train.checkpoint import quieten_orbax
 
@@ -22,12 +23,19 @@ _PARTS = 16  # into which a published tensor is cut along the dimension that a m
 
 
 class Layout(NamedTuple):
-    """An array: shape and dtype, the shape of one file and of the chunks in it."""
+    """How an array is stored.
+
+    Attributes:
+      shape: [lead..., in..., out...]. dtype: of its elements.
+      file, chunk: shape of the part that one file holds, and of the parts into which that is cut.
+      order: of the dimensions on the disk, [lead..., out..., in...].
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     file: tuple[int, ...]
     chunk: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 def plan(pieces: list[Piece], number: int, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Layout, list[Band]]:
@@ -48,7 +56,8 @@ def plan(pieces: list[Piece], number: int, shape: tuple[int, ...], dtype: np.dty
     file = [1 if i < lead else n for i, n in enumerate(shape)]
     file[row] = bands[0].last
     chunk[row] = min(chunk[row], file[row])
-    return Layout(shape, dtype, tuple(file), tuple(chunk)), bands
+    order = (*range(lead), *range(row, len(shape)), *range(lead, row))
+    return Layout(shape, dtype, tuple(file), tuple(chunk), order), bands
 
 
 def file_name(name: str, layout: Layout, start: tuple[int, ...]) -> str:
@@ -64,13 +73,16 @@ def create(folder: Path, layouts: dict[str, Layout]) -> None:
     with ocp.Checkpointer(handler) as checkpointer:
         small = {name: np.zeros(1, layout.dtype) for name, layout in layouts.items()}
         checkpointer.save(folder, args=ocp.args.PyTreeSave(small))
-    for name, layout in layouts.items():
-        ts.open(_new(folder, name, layout), create=True, delete_existing=True).result()
+    context = ts.Context({"file_io_sync": False})
+    new = [ts.open(_new(folder, n, l), create=True, delete_existing=True, context=context) for n, l in layouts.items()]
+    for array in new:
+        array.result()
 
 
 def _new(folder: Path, name: str, layout: Layout) -> dict:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
-    parts = {"chunk_shape": layout.chunk, "codecs": [little], "index_codecs": [little, {"name": "crc32c"}]}
+    turn = {"name": "transpose", "configuration": {"order": layout.order}}
+    parts = {"chunk_shape": layout.chunk, "codecs": [turn, little], "index_codecs": [little]}
     metadata = {
         "shape": layout.shape,
         "data_type": layout.dtype.name,
@@ -82,22 +94,41 @@ def _new(folder: Path, name: str, layout: Layout) -> dict:
 
 
 def _array(folder: Path, name: str) -> dict:
-    # A file of zeros is written like any other: it has to be there to be known as done.
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/{name}/"},
-        "store_data_equal_to_fill_value": True,
-    }
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/{name}/"}}
+
+
+_ABSENT = 2**64 - 1
+
+
+def encode(values: np.ndarray, layout: Layout) -> list[np.ndarray]:
+    """The content of one file, in parts: what zarr 3 calls a shard, its chunks one after the other and then where they begin.
+
+    Made by hand, since tensorstore would copy everything twice more, and read it again for its digest.
+
+    Args:
+      values: [in..., out...], a part of `layout.file` that is smaller along its first output dimension if it is the last one.
+    """
+    lead = len(layout.shape) - values.ndim
+    file, chunk, order = layout.file[lead:], layout.chunk[lead:], [axis - lead for axis in layout.order[lead:]]
+    grid = [n // c for n, c in zip(file, chunk)]
+    index = np.full((math.prod(grid), 2), _ABSENT, "<u8")
+    present = [at for at in np.ndindex(*grid) if all(i * c < n for i, c, n in zip(at, chunk, values.shape))]
+    content = np.zeros((len(present), *(chunk[axis] for axis in order)), values.dtype)
+    for i, at in enumerate(present):
+        part = values[tuple(slice(j * c, (j + 1) * c) for j, c in zip(at, chunk))].transpose(order)
+        copy_packed(part, content[i][tuple(map(slice, part.shape))])
+        index[np.ravel_multi_index(at, grid)] = i * content[i].nbytes, content[i].nbytes
+    return [content.reshape(-1).view(np.uint8), index.reshape(-1).view(np.uint8)]
 
 
 class Arrays:
-    """The arrays in a directory, by name."""
+    """The arrays in a directory, by name, for reading."""
 
     def __init__(self, folder: Path, names: list[str]):
-        # Nothing is fsynced, as in a training run: the digests notice what a power cut lost.
-        context = ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         ocdbt = {"driver": "ocdbt", "base": f"file://{folder.absolute()}"}
-        if (folder / "manifest.ocdbt").is_file():
+        self._outputs_first = not (folder / "manifest.ocdbt").is_file()
+        if not self._outputs_first:
             specs = {name: {"driver": "zarr", "kvstore": ocdbt | {"path": f"{name}/"}} for name in names}
         else:
             specs = {name: _array(folder, name) for name in names}
@@ -108,18 +139,14 @@ class Arrays:
         """Shape of an array."""
         return self._arrays[name].shape
 
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(math.prod(a.shape) * a.dtype.numpy_dtype.itemsize for a in self._arrays.values())
-
     def dtype(self, name: str) -> np.dtype:
         """dtype of an array."""
         return self._arrays[name].dtype.numpy_dtype
 
-    def read(self, name: str, at: tuple) -> np.ndarray:
-        """array[at]."""
-        return self._arrays[name][at].read().result()
-
-    def write(self, name: str, at: tuple, values: np.ndarray) -> None:
-        """array[at] = values."""
-        self._arrays[name][at].write(values).result()
+    def read(self, name: str, at: tuple, n_in: int) -> np.ndarray:
+        """array[at], [in..., out...] with n_in input dimensions; a view of [out..., in...] if it lies so on the disk."""
+        part = self._arrays[name][at]
+        if not self._outputs_first:
+            return part.read().result()
+        order = (*range(n_in, part.rank), *range(n_in))
+        return np.moveaxis(part[ts.d[order].transpose[:]].read().result(), range(-n_in, 0), range(n_in))
