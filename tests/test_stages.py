@@ -14,7 +14,7 @@ import glm5_jax
 from conftest import quick_compile
 from glm5_jax.config import tiny
 from glm5_jax.errors import UserError
-from glm5_jax.model import split
+from glm5_jax.model import abstract, split
 from glm5_jax.train import inherit, loop
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import CheckpointConfig, restore_params, restore_state
@@ -79,7 +79,7 @@ def sparse(config, source, weight: float, freeze=()) -> TrainConfig:
 
 def params_at(run, step: int) -> dict:
     """Flat dict of the parameters of a checkpoint."""
-    template = split(runs.abstract(runs.read_config(run).model, glm5_jax.Glm5))[1]
+    template = split(abstract(runs.read_config(run).model, glm5_jax.Glm5))[1]
     return jax.device_get(flat(restore_params(run, template, step=step)[1]))
 
 

@@ -43,6 +43,7 @@ Say = Callable[[str], None]
 SUMS = "SHA256SUMS"
 DATA = "data.json"
 _SAVING, _BAD = ".saving", ".bad"
+_LARGE = 2**26  # bytes of a stacked parameter that is stored in more than one chunk for each device
 _TIMEOUT_S = 1200  # one process waits this long for the others before a save counts as failed
 
 
@@ -69,12 +70,21 @@ class Checkpoints:
       last_good: step of the newest checkpoint known to be complete (saved or restored by this object), or None.
     """
 
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig, say: Say = print):
-        """Args: `say` receives one line for each event a user should know of, also from a background thread."""
+    def __init__(
+        self, run_dir: str | Path, config: CheckpointConfig, say: Say = print, stacked: dict[str, int] | None = None
+    ):
+        """Prepares `run_dir`.
+
+        Args:
+          say: receives one line for each event a user should know of, also from a background thread.
+          stacked: of large parameters, by path: number of leading dimensions (layers, experts) whose entries are stored apart,
+            so that one can be read without the others.
+        """
         self._dir = Path(run_dir).absolute() / "checkpoints"
         self._config = config
         self._say = _once(say)
         self._orbax = _orbax()
+        self._stacked = stacked or {}
         self._committer = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
         self.last_good: int | None = None
@@ -110,7 +120,7 @@ class Checkpoints:
             saving.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 (saving / DATA).write_text(encode_data_state(data_state))
-            self._orbax.save(saving / "arrays", args=ocp.args.Composite(**_save_args(state)))
+            self._orbax.save(saving / "arrays", args=ocp.args.Composite(**_save_args(state, self._stacked)))
         except Exception as error:
             self._give_up(step, error)
             return
@@ -410,10 +420,17 @@ def _split(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {part: entries for part, entries in parts.items() if entries}
 
 
-def _save_args(state: PyTree) -> dict[str, ocp.args.PyTreeSave]:
+def _save_args(state: PyTree, stacked: dict[str, int]) -> dict[str, ocp.args.PyTreeSave]:
     named = _named(state)
     assert len(named) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
-    return {part: ocp.args.PyTreeSave(entries) for part, entries in _split(named).items()}
+
+    def how(name: str, leaf: Any) -> ocp.SaveArgs:
+        return ocp.SaveArgs(shard_axes=tuple(range(stacked.get(name, 0))) if leaf.nbytes >= _LARGE else ())
+
+    return {
+        part: ocp.args.PyTreeSave(entries, {name: how(name, leaf) for name, leaf in entries.items()})
+        for part, entries in _split(named).items()
+    }
 
 
 def _read(directory: Path, template: PyTree, prefix: str, parts: tuple[str, ...]) -> PyTree:

@@ -160,17 +160,17 @@ def _open_run(path: Path, say: Callable[[str], None]) -> Source:
     check(runs.network_class(config) is Glm5, f"{path}: network={config.network} has no published layout")
     step, directory = find_params(path, say)
     table, shapes = tensor_table(config.model), flat(template(config.model, "float32")[1])
-    stored = _open_arrays(directory, {_array_name(at): leaf.shape for at, leaf in shapes.items()})
+    stored = _open_arrays(directory, {runs.array_name(at): leaf.shape for at, leaf in shapes.items()})
 
     def read(name: str, pieces: list[Piece], dtype: np.dtype, band: Band) -> np.ndarray:
         cuts = [(slice(None),) * row_axis(p) + (slice(band.first, band.last),) for p in pieces]
-        slices = [stored.read(_array_name(p.path), (*p.index, *cut), row_axis(p)) for p, cut in zip(pieces, cuts)]
+        slices = [stored.read(runs.array_name(p.path), (*p.index, *cut), row_axis(p)) for p, cut in zip(pieces, cuts)]
         return to_published(slices, pieces).astype(dtype, copy=False)
 
-    itemsize = stored.dtype(_array_name(("embedding",))).itemsize
+    itemsize = stored.dtype(runs.array_name(("embedding",))).itemsize
     return Source(
         config=config,
-        dtype=stored.dtype(_array_name(("embedding",))).name,
+        dtype=stored.dtype(runs.array_name(("embedding",))).name,
         read=read,
         order=list(table),
         sizes={name: math.prod(tensor_shape(pieces)) * itemsize for name, pieces in table.items()},
@@ -190,11 +190,6 @@ def _open_arrays(directory: Path, shapes: dict[str, tuple[int, ...]]) -> Arrays:
     return arrays
 
 
-def _array_name(path: tuple) -> str:
-    """The name under which `train.checkpoint` stores a parameter."""
-    return ".".join(map(str, ("params", *path)))
-
-
 def _hash(*content) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -205,7 +200,7 @@ def _hash(*content) -> str:
 def _write_hf(source: Source, dtype: str, work: Path, meter: Meter) -> None:
     cfg = source.config.model
     done = lambda name, share, here: meter.add(source.sizes[name] * share, here)  # noqa: E731
-    hf.write_hf(cfg, dtype, source.read, work, done, threads(max(source.sizes.values())))
+    hf.write_hf(cfg, dtype, source.read, work, done, threads(max(source.sizes.values())), hf.SHARD_BYTES)
     if source.tokenizer.is_file():
         shutil.copyfile(source.tokenizer, work / "tokenizer.json")
 
@@ -236,7 +231,7 @@ class _RunWriter:
                     leaf = shapes[piece.path]
                     self._plans[piece.path] = plan(pieces, i, leaf.shape, np.dtype(leaf.dtype))
         self._folder = directory / _PARAMS
-        layouts = {_array_name(path): layout for path, (layout, _) in self._plans.items()}
+        layouts = {runs.array_name(path): layout for path, (layout, _) in self._plans.items()}
         if not self._folder.is_dir():
             unfinished = self._folder.with_name("unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -259,7 +254,7 @@ class _RunWriter:
     def _file(self, piece: Piece, band: Band) -> str:
         axis = row_axis(piece)
         start = (*piece.index, *(band.first if i == axis else 0 for i in range(len(piece.shape))))
-        return f"{_PARAMS}/{file_name(_array_name(piece.path), self._plans[piece.path][0], start)}"
+        return f"{_PARAMS}/{file_name(runs.array_name(piece.path), self._plans[piece.path][0], start)}"
 
     def _write(self, name: str, pieces: list[Piece], band: Band, files: list[str], nbytes: float) -> None:
         dtype = self._plans[pieces[0].path][0].dtype
