@@ -26,13 +26,14 @@ from glm5_jax.bench.convert import STEPS, config_2gb, measure, same_tensors
 from glm5_jax.convert import hf, published
 from glm5_jax.convert.hf import load_hf, save_hf
 from glm5_jax.convert.safetensors_dir import TensorDirectory, dequantise, quantise
+from glm5_jax.convert.tokenizer import train_bpe
 from glm5_jax.errors import UserError
 from glm5_jax.model import flat, split
 from glm5_jax.train import checkpoint
 from glm5_jax.train.checkpoint import CheckpointConfig, Checkpoints
 from glm5_jax.train.convert import convert
 from glm5_jax.train.inherit import first_state
-from glm5_jax.train.run_dir import read_config
+from glm5_jax.train.run_dir import read_config, run_tokenizer
 from glm5_jax.train.stages import InitConfig
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -184,6 +185,10 @@ def test_training_starts_from_it_and_its_tokenizer_comes_along(tmp_path):
     quiet(path, tmp_path / "run", "run", "bfloat16")
     config = read_config(tmp_path / "run")
     assert config.data.tokenizer == "bytes" and config.model == load_hf(path).cfg
+    tokenizer = train_bpe(["def f(x): return x"] * 50, 270)
+    tokenizer.save(path / "tokenizer.json")
+    quiet(path, tmp_path / "second", "run", "")
+    assert run_tokenizer(tmp_path / "second").fingerprint == tokenizer.fingerprint
     config = dataclasses.replace(config, init=InitConfig(run=str(tmp_path / "run")))
     state = first_state(config, optax.sgd(1.0), lambda line: None)
     expected = arrays(load_hf(path, dtype="bfloat16"))

@@ -7,6 +7,7 @@ complete. What is listed, or has its name, is done.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -112,7 +113,7 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
     kinds = ("", "float32", "bfloat16", "fp8") if to == "hf" else ("", "float32", "bfloat16")
     check(dtype in kinds, f"dtype={dtype}: with --to {to} it is {', '.join(kinds[1:-1])} or {kinds[-1]}")
     hf.check_free(out)
-    opened = _open_run(source, say) if (source / "checkpoints").is_dir() else _open_hf(source)
+    opened = _open_run(source, say) if (source / "checkpoints").is_dir() else _open_hf(source, to)
     dtype = dtype or opened.dtype
     work = out.with_name(out.name + ".partial")
     with _claimed(work, {"source": opened.identity, "to": to, "dtype": dtype}):
@@ -134,11 +135,12 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
 # Sources
 
 
-def _open_hf(path: Path) -> Source:
+def _open_hf(path: Path, to: str) -> Source:
     cfg, table, files = published = hf.open_hf(path)
     tokenizer = path / "tokenizer.json"
-    settings = dict(tokenizer=f"bpe:{load_tokenizer(str(tokenizer)).vocab_size}") if tokenizer.is_file() else {}
-    data = DataConfig(seq_len=min(DataConfig.seq_len, cfg.max_position_embeddings), **settings)
+    data = DataConfig(seq_len=min(DataConfig.seq_len, cfg.max_position_embeddings))
+    if to == "run" and tokenizer.is_file():
+        data = dataclasses.replace(data, tokenizer=f"bpe:{load_tokenizer(str(tokenizer)).vocab_size}")
     loss = LossConfig() if cfg.num_nextn_predict_layers else LossConfig(mtp_steps=0)
     config = TrainConfig(model=cfg, data=data, loss=loss)
     wide = files.dtype("model.embed_tokens.weight").name
