@@ -167,6 +167,18 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers_are_no_nan():
     np.testing.assert_allclose(dequantise(stored, scales), values, atol=1e-40)
 
 
+def test_ties_go_to_even_and_what_is_next_to_a_tie_does_not():
+    """Between all neighbours of the format: just below the middle, on it, just above."""
+    codes = np.arange(0x7E, dtype=np.uint8)
+    low, high = E4M3[codes], E4M3[codes + 1]
+    middle = ((low + high) / 2).astype(np.float32)
+    values = np.stack([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(448)), middle], 1)
+    values[:, 3] = 448  # the scale of every row's block is 1
+    stored = quantise(np.concatenate([values, -values]).reshape(-1, 4))[0].view(np.uint8)
+    expected = np.stack([codes, codes + (codes & 1), codes + 1, np.full_like(codes, 0x7E)], 1)
+    np.testing.assert_array_equal(stored, np.concatenate([expected, expected | 0x80]))
+
+
 def test_a_band_of_fp8_rows_has_the_scales_of_its_place():
     rng = np.random.default_rng(0)
     stored, scales = quantise(rng.standard_normal((400, 200)).astype(np.float32))
