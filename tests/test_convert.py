@@ -338,6 +338,8 @@ def test_a_place_that_is_taken_is_refused(hf_dir, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "text").write_text("keep")
     refused("mine: exists and is not empty", hf_dir, tmp_path / "mine", "run", "")
+    (tmp_path / "file").write_text("")
+    refused("file/out.partial: cannot go on .Not a directory.", hf_dir, tmp_path / "file" / "out", "run", "")
     (tmp_path / "out.partial").mkdir()
     refused("out.partial: is in the way", hf_dir, tmp_path / "out", "run", "")
     refused("dtype=fp8: with --to run it is float32 or bfloat16", hf_dir, tmp_path / "run", "run", "fp8")

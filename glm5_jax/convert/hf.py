@@ -146,8 +146,12 @@ def save_hf(model: Glm5, path: str | os.PathLike, shard_bytes: int = SHARD_BYTES
     params = flat(split(model)[1])
     dtype = np.dtype(params["embedding",].dtype).name
 
+    @functools.lru_cache(maxsize=2)  # one tensor, for all of its bands
+    def fetch(path: tuple, index: tuple[int, ...]) -> np.ndarray:
+        return _slice(params[path], index)
+
     def read(name: str, pieces: list[Piece], dtype: np.dtype, band: Band) -> np.ndarray:
-        parts = [_slice(params[p.path], p.index) for p in pieces]
+        parts = [fetch(p.path, p.index) for p in pieces]
         rows = [part[(slice(None),) * row_axis(p) + (slice(band.first, band.last),)] for part, p in zip(parts, pieces)]
         return to_published(rows, pieces).astype(dtype, copy=False)
 

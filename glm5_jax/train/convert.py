@@ -116,18 +116,17 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
     opened = _open_run(source, say) if (source / "checkpoints").is_dir() else _open_hf(source, to)
     dtype = dtype or opened.dtype
     work = out.with_name(out.name + ".partial")
-    with _claimed(work, {"source": opened.identity, "to": to, "dtype": dtype}):
-        _check_space(work, opened.config.model, dtype)
-        raw = raw_read_speed(opened.files)
-        meter = Meter(str(out), sum(opened.sizes.values()))
-        try:
-            (_write_hf if to == "hf" else _write_run)(opened, dtype, work, meter)
+    try:
+        with _claimed(work, {"source": opened.identity, "to": to, "dtype": dtype}):
+            _check_space(work, opened.config.model, dtype)
+            raw = raw_read_speed(opened.files)
+            meter = Meter(str(out), sum(opened.sizes.values()))
+            with contextlib.closing(meter):
+                (_write_hf if to == "hf" else _write_run)(opened, dtype, work, meter)
             os.replace(work, out)
-        except (OSError, ValueError) as error:
-            check(disk_error(error) is None, f"{work}: cannot go on ({disk_error(error)}); the same command does later")
-            raise
-        finally:
-            meter.close()
+    except (OSError, ValueError) as error:
+        check(disk_error(error) is None, f"{work}: cannot go on ({disk_error(error)}); the same command does later")
+        raise
     (out / _STATE).unlink()
     return Result(dtype, int(meter.done), meter.seconds(), raw, peak_memory(), max(opened.sizes.values()))
 
