@@ -73,12 +73,8 @@ class Checkpoints:
     def __init__(
         self, run_dir: str | Path, config: CheckpointConfig, say: Say = print, stacked: dict[str, int] | None = None
     ):
-        """Prepares `run_dir`.
-
-        Args:
-          say: receives one line for each event a user should know of, also from a background thread.
-          stacked: of large parameters, by path: number of leading dimensions (layers, experts) whose entries are stored apart,
-            so that one can be read without the others.
+        """Args: `say` receives one line for each event a user should know of, also from a background thread; `stacked` says
+        for each parameter, by name, how many leading dimensions (layers, experts) have entries to be read one by one.
         """
         self._dir = Path(run_dir).absolute() / "checkpoints"
         self._config = config
@@ -424,13 +420,9 @@ def _save_args(state: PyTree, stacked: dict[str, int]) -> dict[str, ocp.args.PyT
     named = _named(state)
     assert len(named) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
 
-    def how(name: str, leaf: Any) -> ocp.SaveArgs:
-        return ocp.SaveArgs(shard_axes=tuple(range(stacked.get(name, 0))) if leaf.nbytes >= _LARGE else ())
-
-    return {
-        part: ocp.args.PyTreeSave(entries, {name: how(name, leaf) for name, leaf in entries.items()})
-        for part, entries in _split(named).items()
-    }
+    cut = {name: range(stacked.get(name, 0)) if leaf.nbytes >= _LARGE else () for name, leaf in named.items()}
+    how = lambda entries: {name: ocp.SaveArgs(shard_axes=tuple(cut[name])) for name in entries}  # noqa: E731
+    return {part: ocp.args.PyTreeSave(entries, how(entries)) for part, entries in _split(named).items()}
 
 
 def _read(directory: Path, template: PyTree, prefix: str, parts: tuple[str, ...]) -> PyTree:
