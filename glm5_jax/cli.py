@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import warnings
+from typing import Literal
 
 from glm5_jax.compiling import pass_over_absent_tpu
 from glm5_jax.config import check
@@ -18,9 +19,9 @@ USAGE = """usage: glm5 VERB ...
                     or path/to/file.py
   generate DIR      continue a text, from a run or a Hugging Face directory
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
-  convert DIR OUT   write a run or checkpoint in the Hugging Face layout
+  convert DIR OUT   between Hugging Face directories (bfloat16, FP8) and runs, of any size
   plan PRESET       compile the training step for a TPU pod that is not there: memory, FLOPs, communication, time
-  bench NAME        measure: train-step, attention, moe
+  bench NAME        measure: train-step, attention, moe, convert
   show PRESET       parameters and published tensors of glm5, glm5_2, glm47_flash, small or tiny
 
 glm5 VERB --help shows every setting with its type and default."""
@@ -230,24 +231,21 @@ def evaluate(arguments: list[str]) -> int:
 class ConvertOptions:
     """Settings of `glm5 convert`."""
 
-    dtype: str = "float32"  # dtype of the tensors written: float32 or bfloat16; the router bias stays float32
+    to: Literal["hf", "run"] = "hf"  # what to write: a Hugging Face directory, or a run that every verb reads, on any mesh
+    dtype: str = ""  # float32, bfloat16 or, in a Hugging Face directory, fp8; default: as in DIR, bfloat16 for FP8
 
 
 def convert(arguments: list[str]) -> int:
-    """Reads any directory that `load` reads and writes the Hugging Face layout, tokenizer included."""
+    """Converts any directory that `load` reads, tensor by tensor, tokenizer included."""
     from glm5_jax.cli_options import parse
 
     (source, target), rest = _positional(arguments, "convert", ["DIR", "OUT"])
-    options = parse(ConvertOptions(), rest, "glm5 convert DIR OUT", "Writes a Hugging Face checkpoint directory.")
-    import shutil
+    about = "Converts a run or a Hugging Face directory tensor by tensor; if it is stopped, the same command goes on."
+    options = parse(ConvertOptions(), rest, "glm5 convert DIR OUT", about)
+    from glm5_jax.train.convert import convert
 
-    import glm5_jax
-
-    glm5_jax.save(glm5_jax.load(source, options.dtype), target)
-    for tokenizer in (pathlib.Path(source) / "tokenizer.json", pathlib.Path(source) / "data" / "tokenizer.json"):
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, pathlib.Path(target) / "tokenizer.json")
-    print(f"{target}: written in {options.dtype}")
+    result = convert(pathlib.Path(source), pathlib.Path(target), options.to, options.dtype)
+    print(f"{target}: written in {result.dtype}; {result}")
     return 0
 
 
@@ -267,7 +265,7 @@ def show(arguments: list[str]) -> int:
     options = parse(ShowOptions(), rest, "glm5 show PRESET", "Parameters and published tensors of a preset.")
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
-    from glm5_jax.convert.hf import count_parameters, tensor_list
+    from glm5_jax.convert.published import count_parameters, tensor_list
 
     cfg = PRESETS[name]()
     tensors = tensor_list(cfg)
@@ -300,9 +298,9 @@ def plan(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """Runs one benchmark."""
-    from glm5_jax.bench import attention, moe, train_step
+    from glm5_jax.bench import attention, convert, moe, train_step
 
-    benches = {"train-step": train_step.main, "attention": attention.main, "moe": moe.main}
+    benches = {"train-step": train_step.main, "attention": attention.main, "moe": moe.main, "convert": convert.main}
     if {"--help", "-h"} & set(arguments[:1]) or not arguments:
         print(f"usage: glm5 bench NAME [--json]; NAME is one of {', '.join(benches)}")
         return 0 if arguments else 2

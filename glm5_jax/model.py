@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, check
@@ -20,7 +21,8 @@ from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import Spec, declare
 from glm5_jax.sharding.context import own, slots
-from glm5_jax.sharding.rules import look_up, whole
+from glm5_jax.sharding.mesh import shardings_of
+from glm5_jax.sharding.rules import look_up, parameter_specs, place_parameters, whole
 from glm5_jax.sparse.masks import Rows
 
 COLLECTABLE = ("hidden", "selected", "index_scores", "router", "mtp")
@@ -313,16 +315,40 @@ def specs(model: nnx.Module) -> dict:
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=is_param))
 
 
-def cast(model: Glm5, dtype: str) -> Glm5:
-    """The model with its parameters in `dtype`, except the router bias: rounding it to bfloat16 changes the experts."""
-    graphdef, params = split(model)
-    kept = jax.tree.map(lambda spec: spec.kind == "router_bias", specs(model), is_leaf=lambda s: isinstance(s, Spec))
-    return merge(graphdef, jax.tree.map(lambda x, keep: x if keep else x.astype(dtype), params, kept))
-
-
 def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:
     """The model with shapes in place of arrays; nothing is allocated."""
     return nnx.eval_shape(lambda: network(cfg, nnx.Rngs(0)))
+
+
+def template(
+    cfg: ModelConfig, dtype: str, mesh: Mesh | None = None, network: type[Glm5] = Glm5
+) -> tuple[nnx.GraphDef, dict]:
+    """`split` of a model that is yet to be read: `jax.ShapeDtypeStruct`s in place of arrays.
+
+    Args:
+      dtype: of the parameters, except the router bias: rounding it to bfloat16 changes the experts.
+      mesh: where they shall lie; None = on the default device.
+    """
+    model = abstract(cfg, network)
+    if mesh is not None:
+        model = place_parameters(model, dict(mesh.shape))
+        shardings = shardings_of(mesh, parameter_specs(model))
+    graphdef, shapes = split(model)
+    if mesh is None:
+        here = SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: here, shapes)
+    dtypes = jax.tree.map(
+        lambda spec: jnp.dtype("float32" if spec.kind == "router_bias" else dtype),
+        specs(model),
+        is_leaf=lambda s: isinstance(s, Spec),
+    )
+    describe = lambda x, dtype, sharding: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)  # noqa: E731
+    return graphdef, jax.tree.map(describe, shapes, dtypes, shardings)
+
+
+def flat(tree: dict) -> dict:
+    """Path -> leaf of a nested dict; `traverse_util.unflatten_dict` undoes it."""
+    return traverse_util.flatten_dict(tree)
 
 
 @functools.partial(jit, static_argnums=(0, 6))

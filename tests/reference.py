@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.convert.hf import tensor_table, to_published
+from glm5_jax.convert.published import tensor_table, to_published
 from glm5_jax.layers.param import Spec
 from glm5_jax.model import Glm5, abstract, merge, specs, split
 

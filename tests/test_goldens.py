@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.convert.hf import tensor_table, to_published
+from glm5_jax.convert.published import tensor_table, to_published
 from glm5_jax.model import empty_cache, merge, split
 
 SHARED = ["one", "short", "exact", "plus1", "long", "leftpad"]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import tracemalloc
 import warnings
@@ -17,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 import reference
 from conftest import GOLDENS
 from glm5_jax.config import glm5, glm5_2, small
-from glm5_jax.convert.hf import from_published, load_hf, save_hf, tensor_list, tensor_table, to_published
+from glm5_jax.convert.hf import load_hf, save_hf
+from glm5_jax.convert.published import from_published, stored, tensor_list, tensor_table, to_published
 from glm5_jax.convert.safetensors_dir import TensorDirectory, dequantise
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
@@ -143,12 +145,10 @@ def test_saving_onto_existing_files_is_refused(golden, tmp_path):
 
 
 def test_a_save_that_fails_leaves_nothing(golden, tmp_path, monkeypatch):
-    import safetensors.numpy
-
-    def full(*args, **kwargs):
+    def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(UserError, match="No space left"):
         save_hf(golden("glm5_eps_tiny").model(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -483,11 +483,20 @@ def elements(shapes):
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-@pytest.mark.parametrize("cfg, full_layers, count, total, without_mtp", [
-    (glm5(), range(78), 59_870, 753_864_139_008, 743.911e9),
-    (glm5_2(), [0, 1, 2, *range(6, 78, 4)], 59_585, 753_329_940_480, 743.377e9),
+# The scales of the released FP8 files: not of embeddings, head, router, indexer head weights, eh_proj; partial blocks count.
+UNSCALED = r"embed_tokens|lm_head|mlp\.gate\.|weights_proj|eh_proj"
+SCALES = {
+    "self_attn.q_a_proj": (16, 48), "self_attn.q_b_proj": (128, 16), "self_attn.kv_a_proj_with_mqa": (5, 48),
+    "self_attn.kv_b_proj": (224, 4), "self_attn.o_proj": (48, 128), "self_attn.indexer.wq_b": (32, 16),
+    "self_attn.indexer.wk": (1, 48), "mlp.experts.255.up_proj": (16, 48), "mlp.experts.0.down_proj": (48, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cfg, full_layers, count, total, without_mtp, in_fp8", [
+    (glm5(), range(78), 59_870, 753_864_139_008, 743.911e9, 59_870 + 79 * 7 + 9 + 76 * 771),
+    (glm5_2(), [0, 1, 2, *range(6, 78, 4)], 59_585, 753_329_940_480, 743.377e9, 118_629),
 ], ids=["GLM-5", "GLM-5.2"])  # fmt: skip
-def test_the_tensor_list_is_the_published_one_and_nothing_is_allocated(cfg, full_layers, count, total, without_mtp):
+def test_the_tensor_list_is_the_published_one_and_nothing_is_allocated(cfg, full_layers, count, total, without_mtp, in_fp8):
     tracemalloc.start()
     got = tensor_list(cfg)
     peak = tracemalloc.get_traced_memory()[1]
@@ -495,6 +504,14 @@ def test_the_tensor_list_is_the_published_one_and_nothing_is_allocated(cfg, full
     assert got == published_tensors(full_layers)
     assert len(got) == count and elements(got) == total
     assert peak < 500e6 and sum(a.nbytes for a in jax.live_arrays()) < 500e6
+    fp8 = {name: tensor for group in stored(cfg, "fp8") for name, tensor in group.items()}
+    scaled = {name for name, shape in got.items() if len(shape) == 2 and not re.search(UNSCALED, name)}
+    assert fp8.keys() == got.keys() | {f"{name}_scale_inv" for name in scaled}
+    assert len(fp8) == in_fp8
+    if cfg == glm5_2():
+        assert sum(t.nbytes for t in fp8.values()) == 755_617_140_416
+    for name, shape in SCALES.items():
+        assert fp8[f"model.layers.6.{name}.weight_scale_inv"] == (np.float32, shape)
     trunk = {name: shape for name, shape in got.items() if not name.startswith("model.layers.78.")}
     assert elements(trunk) == pytest.approx(without_mtp, abs=5e5)
 

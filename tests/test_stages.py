@@ -13,7 +13,7 @@ import pytest
 import glm5_jax
 from glm5_jax.config import tiny
 from glm5_jax.errors import UserError
-from glm5_jax.model import split
+from glm5_jax.model import abstract, split
 from glm5_jax.train import inherit, loop
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import CheckpointConfig, restore_params, restore_state
@@ -78,7 +78,7 @@ def sparse(config, source, weight: float, freeze=()) -> TrainConfig:
 
 def params_at(run, step: int) -> dict:
     """Flat dict of the parameters of a checkpoint."""
-    template = split(runs.abstract(runs.read_config(run).model, glm5_jax.Glm5))[1]
+    template = split(abstract(runs.read_config(run).model, glm5_jax.Glm5))[1]
     return jax.device_get(flat(restore_params(run, template, step=step)[1]))
 
 

@@ -87,6 +87,7 @@ def measure(shape: Shape, sparse: bool, repeats: int) -> dict[str, float]:
     from flax import nnx
 
     from glm5_jax.compiling import jit
+    from glm5_jax.convert.stream import peak_memory
     from glm5_jax.model import Glm5, abstract, split
     from glm5_jax.train.flops import flops_per_token
     from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
@@ -142,7 +143,7 @@ def measure(shape: Shape, sparse: bool, repeats: int) -> dict[str, float]:
         "model GFLOP/s": work / median / 1e9,
         "initialisation, s": ready - began,
         "first step with compilation, s": first_step,
-        "peak memory of the process, MB": peak_memory_mb(),
+        "peak memory of the process, MB": peak_memory() / 2**20,
     } | ({} if sparse else breakdown(cfg, shape.rows, shape.seq_len, repeats))
 
 
@@ -217,9 +218,3 @@ def _time(function, arguments: tuple, repeats: int) -> float:
         jax.block_until_ready(function(*arguments))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def peak_memory_mb() -> float:
-    """VmHWM of this process."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))

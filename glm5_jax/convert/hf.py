@@ -1,151 +1,135 @@
-"""Hugging Face checkpoints in and out.
-
-One table, derived from the parameters' declarations, names every published tensor and says which slice of which parameter
-it is; it serves loading, saving and the tensor list of a preset. A published matrix is [out, in]; ours is [in..., out...].
-Parameters that declare the same name are one published tensor, joined along their last output dimension (kv_b_proj: per
-head its key rows, then its value rows).
-"""
+"""Hugging Face checkpoints in and out: whole models between memory and a directory; `write_hf` also from what is on disk."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
+import shutil
 import warnings
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
-from flax import nnx
+from flax import traverse_util
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from glm5_jax.config import ModelConfig, check, override
 from glm5_jax.convert.hf_config import config_from_hf, config_to_hf
-from glm5_jax.convert.safetensors_dir import TensorDirectory
-from glm5_jax.layers.param import Spec
-from glm5_jax.model import Glm5, abstract, layer_groups, specs, split
+from glm5_jax.convert.published import (
+    Band,
+    Piece,
+    copy_packed,
+    cut_rows,
+    from_published,
+    layer_prefixes,
+    row_axis,
+    stored,
+    tensor_shape,
+    tensor_table,
+    to_published,
+)
+from glm5_jax.convert.safetensors_dir import BLOCK, FP8, SCALE, TensorDirectory, quantise
+from glm5_jax.convert.safetensors_write import SafetensorsFile, Stored, cut_into_files, write_index
+from glm5_jax.convert.stream import run
+from glm5_jax.model import Glm5, flat, merge, split, template
 
-_SHARD_BYTES = 4 * 2**30
-
-
-class Piece(NamedTuple):
-    """Part of a published tensor: the parameter's path, the index into its leading dimensions, its slice's shape."""
-
-    path: tuple
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
-    spec: Spec
-
-
-def tensor_table(cfg: ModelConfig) -> dict[str, list[Piece]]:
-    """Published name -> the pieces it is made of, for every tensor of the model; allocates nothing."""
-    model = abstract(cfg)
-    leaves = jax.tree_util.tree_leaves_with_path(specs(model), is_leaf=lambda x: isinstance(x, Spec))
-    shapes = _flat(split(model)[1])
-    prefixes = _layer_prefixes(cfg)
-    table = {}
-    for path, spec in leaves:
-        path = tuple(key.key for key in path)
-        shape = shapes[path].shape
-        lead = len(shape) - len(spec.inputs + spec.outputs) if spec.kind == "matrix" else spec.axes.count("layers")
-        for index in np.ndindex(shape[:lead]):
-            name = _published_name(path, spec, index, prefixes)
-            table.setdefault(name, []).append(Piece(path, index, shape[lead:], spec))
-    return {name: sorted(pieces, key=lambda p: p.path) for name, pieces in table.items()}
+SHARD_BYTES = 4 * 2**30
+Read = Callable[[str, list[Piece], np.dtype, Band], np.ndarray]
 
 
-def _published_name(path, spec: Spec, index, prefixes) -> str:
-    if path[0] == "groups":
-        return prefixes[path[1], path[3]][index[0]] + spec.hf.format(e=index[-1])
-    if path[0] == "mtp":
-        return prefixes["mtp"] + spec.hf.format(e=index[-1] if index else 0)
-    return spec.hf
+# Reading
 
 
-def _layer_prefixes(cfg: ModelConfig) -> dict:
-    """(group, block) -> per repeat "model.layers.{i}.", and "mtp" -> that of the MTP layer."""
-    prefixes, first = {"mtp": f"model.layers.{cfg.num_hidden_layers}."}, 0
-    for g, (pattern, repeats) in enumerate(layer_groups(cfg.layer_kinds)):
-        for b in range(len(pattern)):
-            prefixes[g, b] = [f"model.layers.{first + r * len(pattern) + b}." for r in range(repeats)]
-        first += len(pattern) * repeats
-    return prefixes
+class Published(NamedTuple):
+    """A checkpoint directory that fits its config. table: of the tensors of cfg."""
+
+    cfg: ModelConfig
+    table: dict[str, list[Piece]]
+    files: TensorDirectory
+
+    def in_order(self) -> list[str]:
+        """Names of the tensors as they lie on the disk."""
+        return sorted(self.table, key=self.files.place)
 
 
-def tensor_shape(pieces: list[Piece]) -> tuple[int, ...]:
-    """Shape of the published tensor that the pieces make up."""
-    spec = pieces[0].spec
-    if not spec.inputs:
-        return pieces[0].shape
-    rows = sum(math.prod(p.shape[len(spec.inputs) :]) for p in pieces)
-    return rows, math.prod(pieces[0].shape[: len(spec.inputs)])
+def open_hf(path: str | os.PathLike, **overrides) -> Published:
+    """Opens a checkpoint directory and compares the names and shapes of its tensors with the config; reads no tensor.
+
+    Raises:
+      UserError: as `load_hf`.
+    """
+    path = pathlib.Path(path)
+    cfg = override(config_from_hf(_read_json(path / "config.json")), **overrides)
+    files = TensorDirectory(path)
+    if cfg.num_nextn_predict_layers and not any(n.startswith(layer_prefixes(cfg)["mtp"]) for n in files.names()):
+        warnings.warn(f"{path}: the MTP layer is absent from the checkpoint; the model is loaded without it", stacklevel=4)
+        cfg = dataclasses.replace(cfg, num_nextn_predict_layers=0)
+    table = tensor_table(cfg)
+    _check_tensors(path, table, files)
+    return Published(cfg, table, files)
 
 
-def tensor_list(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the published checkpoint, from abstract shapes alone."""
-    return {name: tensor_shape(pieces) for name, pieces in tensor_table(cfg).items()}
-
-
-def count_parameters(cfg: ModelConfig, tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Parameters without and with the MTP layer, router biases included, of the `tensor_list` of cfg."""
-    mtp = _layer_prefixes(cfg)["mtp"]
-    sizes = {name: math.prod(shape) for name, shape in tensors.items()}
-    return sum(size for name, size in sizes.items() if not name.startswith(mtp)), sum(sizes.values())
-
-
-def from_published(tensor: np.ndarray, pieces: list[Piece]) -> list[np.ndarray]:
-    """Cuts a published tensor into the slices of our parameters."""
-    n_in = len(pieces[0].spec.inputs)
-    if not n_in:
-        return [tensor]
-    inputs, middle = pieces[0].shape[:n_in], pieces[0].shape[n_in:-1]
-    joined = tensor.T.reshape(*inputs, *middle, -1)
-    cuts = np.cumsum([p.shape[-1] for p in pieces])[:-1]
-    return np.split(joined, cuts, axis=-1)
-
-
-def to_published(slices: list[np.ndarray], pieces: list[Piece]) -> np.ndarray:
-    """The inverse of `from_published`."""
-    if not pieces[0].spec.inputs:
-        return slices[0]
-    rows, columns = tensor_shape(pieces)
-    return np.ascontiguousarray(np.concatenate(slices, axis=-1).reshape(columns, rows).T)
-
-
-def load_hf(path: str | os.PathLike, dtype: str = "float32", **overrides) -> Glm5:
+def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None = None, **overrides) -> Glm5:
     """Reads a `glm_moe_dsa` checkpoint directory.
 
     Args:
       path: directory with config.json and *.safetensors (float32, bfloat16 or FP8 with 128x128 block scales).
       dtype: dtype of parameters and matrix products; the router bias stays float32.
+      mesh: the devices that share the parameters (`sharding.rules`). Each process reads the tensors of which its devices
+        hold something, and holds its part of one stacked parameter at a time in host memory. None: the default device.
       **overrides: fields of `ModelConfig`.
     Returns:
       The model. If the file has no MTP layer, neither has the model, and a warning says so.
     Raises:
       UserError: another architecture, missing, unexpected, misshapen or truncated tensors (named), unknown field.
     """
-    path = pathlib.Path(path)
-    cfg = override(config_from_hf(_read_json(path / "config.json")), dtype=dtype, **overrides)
-    files = TensorDirectory(path)
-    if cfg.num_nextn_predict_layers and not any(n.startswith(_layer_prefixes(cfg)["mtp"]) for n in files.names()):
-        warnings.warn(f"{path}: the MTP layer is absent from the checkpoint; the model is loaded without it", stacklevel=3)
-        cfg = dataclasses.replace(cfg, num_nextn_predict_layers=0)
-    table = tensor_table(cfg)
-    _check_tensors(path, table, files)
-    model = abstract(cfg)
-    graphdef, shapes = split(model)
-    bias = {piece.path for pieces in table.values() for piece in pieces if piece.spec.kind == "router_bias"}
-    arrays = {
-        at: np.empty(leaf.shape, np.float32 if at in bias else _numpy_dtype(dtype)) for at, leaf in _flat(shapes).items()
-    }
-    for name, pieces in table.items():
-        for piece, part in zip(pieces, from_published(files.read(name), pieces)):
-            arrays[piece.path][piece.index] = part
-    params = jax.tree_util.tree_map_with_path(lambda at, _: jax.numpy.asarray(arrays.pop(_keys(at))), shapes)
-    return nnx.merge(graphdef, params)
+    source = open_hf(path, dtype=dtype, **overrides)
+    graphdef, templates = template(source.cfg, dtype, mesh)
+    where = {}
+    for name in source.in_order():
+        for i, piece in enumerate(source.table[name]):
+            where.setdefault(piece.path, []).append((name, i))
+    params = {path: _load(source, where[path], leaf) for path, leaf in flat(templates).items()}
+    return merge(graphdef, traverse_util.unflatten_dict(params))
 
 
-def save_hf(model: Glm5, path: str | os.PathLike, shard_bytes: int = _SHARD_BYTES) -> None:
+def _load(source: Published, where: list[tuple[str, int]], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """The parameter that the published tensors `where`, (name, number of the piece), make up."""
+    devices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    bounds = {d: tuple(slice(*cut.indices(n)[:2]) for cut, n in zip(index, leaf.shape)) for d, index in devices.items()}
+    parts = {str(b): (b, np.empty([cut.stop - cut.start for cut in b], leaf.dtype)) for b in bounds.values()}
+    run((functools.partial(_fill, source, name, i, list(parts.values())) for name, i in where), os.cpu_count() or 1)
+    arrays = [jax.device_put(parts[str(b)][1], device) for device, b in bounds.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+def _fill(source: Published, name: str, number: int, parts: list) -> None:
+    """Copies what belongs there of a piece of a published tensor to parts (bounds, array) of its parameter."""
+    pieces = source.table[name]
+    piece, axis = pieces[number], row_axis(pieces[number])
+    lead = len(piece.index)
+    wanted = [(b, a) for b, a in parts if all(cut.start <= i < cut.stop for i, cut in zip(piece.index, b))]
+    for band in cut_rows(pieces, math.prod(tensor_shape(pieces)[1:]) * 4):
+        inside = [(b, a) for b, a in wanted if b[lead + axis].start < band.last and b[lead + axis].stop > band.first]
+        if not inside:
+            continue
+        rows = from_published(source.files.read(name, inside[0][1].dtype, band.start, band.stop), pieces)[number]
+        for bounds, array in inside:
+            array = array[tuple(i - cut.start for i, cut in zip(piece.index, bounds))]
+            own = list(bounds[lead:])
+            first, last = max(own[axis].start, band.first), min(own[axis].stop, band.last)
+            target = (slice(None),) * axis + (slice(first - own[axis].start, last - own[axis].start),)
+            own[axis] = slice(first - band.first, last - band.first)
+            copy_packed(rows[tuple(own)], array[target])
+
+
+# Writing
+
+
+def save_hf(model: Glm5, path: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a checkpoint directory that `load_hf` and transformers read; appears whole or not at all.
 
     Args:
@@ -157,50 +141,110 @@ def save_hf(model: Glm5, path: str | os.PathLike, shard_bytes: int = _SHARD_BYTE
     """
     path = pathlib.Path(path)
     check(type(model) is Glm5, f"{type(model).__name__}: a changed network has no published layout to be written in")
-    check(not path.exists() or (path.is_dir() and not any(path.iterdir())), f"{path}: exists and is not empty")
+    check_free(path)
     work = path.with_name(path.name + ".partial")
+    params = flat(split(model)[1])
+    dtype = np.dtype(params["embedding",].dtype).name
+
+    @functools.lru_cache(maxsize=2)  # one tensor, for all of its bands
+    def fetch(path: tuple, index: tuple[int, ...]) -> np.ndarray:
+        return _slice(params[path], index)
+
+    def read(name: str, pieces: list[Piece], dtype: np.dtype, band: Band) -> np.ndarray:
+        parts = [fetch(p.path, p.index) for p in pieces]
+        rows = [part[(slice(None),) * row_axis(p) + (slice(band.first, band.last),)] for part, p in zip(parts, pieces)]
+        return to_published(rows, pieces).astype(dtype, copy=False)
+
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        _write_tensors(model, work, shard_bytes)
-        dtype = np.dtype(jax.tree.leaves(split(model)[1]["embedding"])[0].dtype).name
-        (work / "config.json").write_text(json.dumps(config_to_hf(model.cfg, dtype), indent=2) + "\n")
-        generation = {"eos_token_id": list(model.cfg.eos_token_id), "pad_token_id": model.cfg.pad_token_id}
-        (work / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        shutil.rmtree(work, ignore_errors=True)
+        write_hf(model.cfg, dtype, read, work, shard_bytes=shard_bytes)
         os.replace(work, path)
     except OSError as error:
         check(False, f"{path}: cannot be written ({error})")
     finally:
-        if work.exists():
-            for file in work.iterdir():
-                file.unlink()
-            work.rmdir()
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def _write_tensors(model: Glm5, folder: pathlib.Path, shard_bytes: int) -> None:
-    from safetensors.numpy import save_file
+def _slice(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    """array[index] on the host."""
+    if isinstance(array.sharding, SingleDeviceSharding) and next(iter(array.devices())).platform == "cpu":
+        return np.asarray(array)[index]  # no copy, and no program to compile
+    return np.asarray(array[index])
 
-    table = tensor_table(model.cfg)
-    params = _flat(split(model)[1])
-    shards, size = [[]], 0
-    for name, pieces in table.items():
-        nbytes = math.prod(tensor_shape(pieces)) * params[pieces[0].path].dtype.itemsize
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    index = {}
-    for i, names in enumerate(shards):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {
-            name: to_published([np.asarray(params[p.path][p.index]) for p in table[name]], table[name]) for name in names
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum(math.prod(tensor_shape(p)) * params[p[0].path].dtype.itemsize for p in table.values())
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+def check_free(path: pathlib.Path) -> None:
+    """Raises UserError unless nothing is there, or an empty directory."""
+    check(not path.exists() or (path.is_dir() and not any(path.iterdir())), f"{path}: exists and is not empty")
+
+
+def write_hf(
+    cfg: ModelConfig,
+    dtype: str,
+    read: Read,
+    folder: pathlib.Path,
+    done: Callable[[str, float, bool], None] = lambda name, share, here: None,
+    workers: int = 1,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the published form of a model into a folder; files that are complete there are kept.
+
+    Args:
+      dtype: "float32", "bfloat16", "float64" or "fp8", see `stored`.
+      read: (name, pieces, dtype, band) -> those rows of a published tensor in that dtype.
+      done: receives the name of a tensor, the share of it that is on the disk now, and whether it was written here or before.
+      workers: threads that read and write.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    table, files = tensor_table(cfg), cut_into_files(stored(cfg, dtype), shard_bytes)
+    for file_name, tensors in files.items():
+        file = SafetensorsFile(folder / file_name, tensors)
+        if file.is_complete():
+            for name in tensors.keys() & table.keys():
+                done(name, 1.0, False)
+        else:
+            with file:
+                run(_bands_to_write(file, tensors, table, read, done), workers)
+    write_index(folder, files)
+    config = config_to_hf(cfg, "bfloat16" if dtype == "fp8" else dtype)
+    if dtype == "fp8":
+        config["quantization_config"] = quantization_config({k: v for tensors in files.values() for k, v in tensors.items()})
+    generation = {"eos_token_id": list(cfg.eos_token_id), "pad_token_id": cfg.pad_token_id}
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def quantization_config(tensors: dict[str, Stored]) -> dict:
+    """What config.json says of an FP8 checkpoint; the modules not converted are the matrices without a scale."""
+    plain = [name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and t.dtype != FP8]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": [name for name in plain if len(tensors[name + ".weight"].shape) == 2],
+    }
+
+
+def _bands_to_write(file: SafetensorsFile, tensors: dict[str, Stored], table: dict, read: Read, done: Callable) -> Iterator:
+    """One job for each band of each tensor of a file."""
+    for name in (n for n in tensors if n in table):
+        pieces, (dtype, shape) = table[name], tensors[name]
+        heads = pieces[0].shape[row_axis(pieces[0])]
+        multiple = BLOCK // math.gcd(BLOCK, shape[0] // heads) if dtype == FP8 else 1
+        for band in cut_rows(pieces, math.prod(shape[1:]) * 4, multiple):
+            yield functools.partial(_write_band, file, name, pieces, dtype, band, read, done)
+
+
+def _write_band(file: SafetensorsFile, name: str, pieces: list[Piece], dtype: np.dtype, band: Band, read: Read, done) -> None:
+    if dtype == FP8:
+        values = read(name, pieces, np.dtype(np.float32), band)
+        check(bool(np.isfinite(values).all()), f"{name}: holds values that are not finite, which FP8 cannot hold")
+        values, scale = quantise(values)
+        file.write(name + SCALE, scale, band.start // BLOCK)
+    else:
+        values = read(name, pieces, dtype, band)
+    file.write(name, values, band.start)
+    done(name, (band.stop - band.start) / tensor_shape(pieces)[0], True)
 
 
 def _check_tensors(path, table: dict, files: TensorDirectory) -> None:
@@ -224,16 +268,3 @@ def _read_json(file: pathlib.Path) -> dict:
         check(False, f"{file}: not a readable config ({error})")
     check(isinstance(content, dict), f"{file}: not a config")
     return content
-
-
-def _numpy_dtype(name: str):
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
-
-
-def _keys(path) -> tuple:
-    return tuple(key.key for key in path)
-
-
-def _flat(tree: dict) -> dict:
-    """Path -> leaf of a nested dict."""
-    return {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

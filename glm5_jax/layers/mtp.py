@@ -53,7 +53,7 @@ class Mtp(nnx.Module):
         self.hidden_norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="hnorm.weight")
         self.project = declare(
             rngs, (), (2 * d, d), ("embed_pair", "embed"), "matrix", cfg.initializer_range,
-            inputs=(-2,), outputs=(-1,), part="mtp", hf="eh_proj.weight",
+            inputs=(-2,), outputs=(-1,), part="mtp", fp8=False, hf="eh_proj.weight",
         )  # fmt: skip
         self.block = block(cfg, "moe", True, rngs, (), part="mtp")
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="shared_head.norm.weight")

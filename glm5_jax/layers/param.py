@@ -30,6 +30,7 @@ class Spec:
       heads: the output dimension that Muon Split cuts into one matrix per head (paper section 2.1), or None.
       part: "trunk", "indexer" or "mtp"; what a stage may freeze.
       wide: used in float32 whatever the compute dtype.
+      fp8: a matrix that FP8 checkpoints hold in FP8, unless it is wide.
       hf: name in the Hugging Face layout, relative to its layer ({e} = expert number).
     """
 
@@ -40,6 +41,7 @@ class Spec:
     heads: int | None = None
     part: str = "trunk"
     wide: bool = False
+    fp8: bool = True
     hf: str = ""
 
 

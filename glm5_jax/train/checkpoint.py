@@ -40,9 +40,10 @@ from glm5_jax.config import check
 PyTree = Any
 Say = Callable[[str], None]
 
-_SUMS = "SHA256SUMS"
-_DATA = "data.json"
+SUMS = "SHA256SUMS"
+DATA = "data.json"
 _SAVING, _BAD = ".saving", ".bad"
+_LARGE = 2**26  # bytes of a stacked parameter that is stored in more than one chunk for each device
 _TIMEOUT_S = 1200  # one process waits this long for the others before a save counts as failed
 
 
@@ -69,12 +70,17 @@ class Checkpoints:
       last_good: step of the newest checkpoint known to be complete (saved or restored by this object), or None.
     """
 
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig, say: Say = print):
-        """Args: `say` receives one line for each event a user should know of, also from a background thread."""
+    def __init__(
+        self, run_dir: str | Path, config: CheckpointConfig, say: Say = print, stacked: dict[str, int] | None = None
+    ):
+        """Args: `say` receives one line for each event a user should know of, also from a background thread; `stacked` says
+        for each parameter, by name, how many leading dimensions (layers, experts) have entries to be read one by one.
+        """
         self._dir = Path(run_dir).absolute() / "checkpoints"
         self._config = config
         self._say = _once(say)
         self._orbax = _orbax()
+        self._stacked = stacked or {}
         self._committer = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
         self.last_good: int | None = None
@@ -109,8 +115,8 @@ class Checkpoints:
             _check_space(self._dir, state)
             saving.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                (saving / _DATA).write_text(_encode(data_state))
-            self._orbax.save(saving / "arrays", args=ocp.args.Composite(**_save_args(state)))
+                (saving / DATA).write_text(encode_data_state(data_state))
+            self._orbax.save(saving / "arrays", args=ocp.args.Composite(**_save_args(state, self._stacked)))
         except Exception as error:
             self._give_up(step, error)
             return
@@ -137,7 +143,7 @@ class Checkpoints:
             return None
         directory = self._dir / str(step)
         state = _read(directory, template, "", ("params", "rest"))
-        data_state = _decode((directory / _DATA).read_text())
+        data_state = _decode((directory / DATA).read_text())
         if jax.process_index() == 0:
             for bad in damaged:
                 _remove(self._dir / f"{bad}{_BAD}")
@@ -176,7 +182,7 @@ class Checkpoints:
 
     def _give_up(self, step: int, error: Exception) -> None:
         """Reports a save that the disk refused and removes what it left. Any other error is a bug and is raised."""
-        reason = _disk_error(error)
+        reason = disk_error(error)
         if reason is None:
             raise error
         self._remove_leftovers()
@@ -207,15 +213,21 @@ def restore_params(run_dir: str | Path, template: PyTree, say: Say = print, step
 
     Args:
       run_dir: the run directory.
-      template: the parameters wanted (the `params` entry of the state), as for `Checkpoints.restore`.
+      template: the parameters wanted (the `params` entry of the state), as for `Checkpoints.restore`; cast if they are stored
+        in another dtype.
       say: receives a line for each damaged checkpoint passed over.
       step: which checkpoint; None = the newest good one.
 
     Raises:
       UserError: there is no such checkpoint, it is damaged (without `step`: all are), or it holds other parameters.
     """
-    step, directory = _find(run_dir, "arrays/params/", say, step)
+    step, directory = find_params(run_dir, say, step)
     return step, _read(directory, template, "params", ("params",))
+
+
+def find_params(run_dir: str | Path, say: Say = print, step: int | None = None) -> tuple[int, Path]:
+    """(step, its directory) of the checkpoint from which `restore_params` reads; its digests are verified."""
+    return _find(run_dir, "arrays/params/", say, step)
 
 
 def restore_state(run_dir: str | Path, template: PyTree, say: Say = print, step: int | None = None) -> tuple[int, PyTree]:
@@ -230,7 +242,7 @@ def _find(run_dir: str | Path, part: str, say: Say, step: int | None) -> tuple[i
     if step is not None:
         there = ", ".join(map(str, _steps(directory))) or "none"
         check((directory / str(step)).is_dir(), f"{directory}: no checkpoint of step {step}; there is {there}")
-        problem = _find_damage(directory / str(step), part)
+        problem = find_damage(directory / str(step), part)
         check(problem is None, f"{directory / str(step)}: damaged ({problem})")
         return step, directory / str(step)
     newest, _ = _newest_good(directory, part, _once(say))
@@ -249,7 +261,7 @@ def _newest_good(directory: Path, part: str, say: Say) -> tuple[int | None, list
     """(newest step whose files under `part` are as written, or None if there are no steps; the damaged newer steps)."""
     problems = {}
     for step in reversed(_steps(directory)):
-        problem = _find_damage(directory / str(step), part)
+        problem = find_damage(directory / str(step), part)
         if problem is None:
             for bad, why in problems.items():
                 say(f"checkpoint of step {bad} is damaged ({why}); using step {step}")
@@ -260,37 +272,45 @@ def _newest_good(directory: Path, part: str, say: Say) -> tuple[int | None, list
     return None, []
 
 
-def _find_damage(directory: Path, part: str) -> str | None:
+def find_damage(directory: Path, part: str) -> str | None:
     """What is wrong with a step, or None. Reads the files whose path starts with `part`; the processes share them."""
     expected = {}
-    for sums in sorted(directory.glob(f"{_SUMS}.*")):
-        lines = re.findall(r"([0-9a-f]{64})  (.+)\n", text := sums.read_bytes().decode(errors="replace"))
-        if text != _format_sums(lines):
+    for sums in sorted(directory.glob(f"{SUMS}.*")):
+        lines = read_sums(text := sums.read_bytes().decode(errors="replace"))
+        if text != format_sums(lines):
             return f"{sums.name} is garbled"
         expected |= {path: digest for digest, path in lines}
-    present = set(_files(directory))
+    present = set(list_files(directory))
     for path in sorted(present ^ expected.keys()):
-        return f"{path} is not in {_SUMS}" if path in present else f"{path} is missing"
+        return f"{path} is not in {SUMS}" if path in present else f"{path} is missing"
     share = [path for path in _share(sorted(present)) if path.startswith(part)]
-    changed = next((path for path in share if _digest(directory / path) != expected[path]), None)
+    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        found = pool.map(lambda path: digest(directory / path), share)
+        changed = next((path for path, sum_ in zip(share, found) if sum_ != expected[path]), None)
     if not np.any(multihost_utils.process_allgather(np.array(changed is not None))):
         return None
     return f"{changed} has changed" if changed else "a file has changed"
 
 
 def _write_sums(directory: Path) -> None:
-    lines = [(_digest(directory / path), path) for path in _share(_files(directory))]
-    (directory / f"{_SUMS}.{jax.process_index()}").write_text(_format_sums(lines))
+    lines = [(digest(directory / path), path) for path in _share(list_files(directory))]
+    (directory / f"{SUMS}.{jax.process_index()}").write_text(format_sums(lines))
 
 
-def _format_sums(lines: list[tuple[str, str]]) -> str:
+def read_sums(text: str) -> list[tuple[str, str]]:
+    """(digest, path) of the lines of a file of digests; what is not such a line is passed over."""
+    return re.findall(r"([0-9a-f]{64})  (.+)\n", text)
+
+
+def format_sums(lines: list[tuple[str, str]]) -> str:
+    """The format of `sha256sum`, from (digest, path)."""
     return "".join(f"{digest}  {path}\n" for digest, path in lines)
 
 
-def _files(directory: Path) -> list[str]:
+def list_files(directory: Path) -> list[str]:
     """Relative paths of all files of a step except the digests."""
     files = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    return sorted(path for path in files if not path.startswith(_SUMS))
+    return sorted(path for path in files if not path.startswith(SUMS))
 
 
 def _share(items: list) -> list:
@@ -298,12 +318,13 @@ def _share(items: list) -> list:
     return items[jax.process_index() :: jax.process_count()]
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _encode(data_state: bytes | dict) -> str:
+def encode_data_state(data_state: bytes | dict) -> str:
     if isinstance(data_state, bytes):
         return json.dumps({"base64": base64.b64encode(data_state).decode()})
     return json.dumps({"json": data_state})
@@ -328,14 +349,18 @@ def _remove(path: Path) -> None:
 
 def _orbax() -> ocp.AsyncCheckpointer:
     """Writes {"params": flat dict, "rest": flat dict}. Uncompressed: trained weights do not compress."""
-    # A failed save is reported here, in one line; orbax's own tracebacks of it stay out of the user's terminal.
-    logging.getLogger("absl").addFilter(_not_from_orbax)
+    quieten_orbax()
     sys.unraisablehook = _drop_late_writes
     handlers = {part: ocp.PyTreeCheckpointHandler(use_compression=False) for part in ("params", "rest")}
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(**handlers),
         async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False),
     )
+
+
+def quieten_orbax() -> None:
+    """Failures are reported here, in one line; orbax's own tracebacks and notes of them stay out of the user's terminal."""
+    logging.getLogger("absl").addFilter(_not_from_orbax)
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
@@ -391,10 +416,13 @@ def _split(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {part: entries for part, entries in parts.items() if entries}
 
 
-def _save_args(state: PyTree) -> dict[str, ocp.args.PyTreeSave]:
+def _save_args(state: PyTree, stacked: dict[str, int]) -> dict[str, ocp.args.PyTreeSave]:
     named = _named(state)
     assert len(named) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
-    return {part: ocp.args.PyTreeSave(entries) for part, entries in _split(named).items()}
+
+    cut = {name: range(stacked.get(name, 0)) if leaf.nbytes >= _LARGE else () for name, leaf in named.items()}
+    how = lambda entries: {name: ocp.SaveArgs(shard_axes=tuple(cut[name])) for name in entries}  # noqa: E731
+    return {part: ocp.args.PyTreeSave(entries, how(entries)) for part, entries in _split(named).items()}
 
 
 def _read(directory: Path, template: PyTree, prefix: str, parts: tuple[str, ...]) -> PyTree:
@@ -404,7 +432,7 @@ def _read(directory: Path, template: PyTree, prefix: str, parts: tuple[str, ...]
     handler = ocp.PyTreeCheckpointHandler()
     folders = {part: directory / "arrays" / part for part in parts if (directory / "arrays" / part).exists()}
     stored = {name: leaf for folder in folders.values() for name, leaf in handler.metadata(folder).tree.items()}
-    _check_same(directory, stored, wanted)
+    _check_same(directory, stored, wanted, dtypes=parts != ("params",))
     found = {}
     for part, entries in _split(wanted).items():
         args = {name: _restore_args(leaf) for name, leaf in entries.items()}
@@ -418,15 +446,18 @@ def _restore_args(leaf: Any) -> ocp.ArrayRestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True)
 
 
-def _check_same(directory: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises UserError naming the first tensors whose name, shape or dtype differ."""
+def _check_same(directory: Path, stored: dict[str, Any], wanted: dict[str, Any], dtypes: bool) -> None:
+    """Raises UserError naming the first tensors whose name, shape or, if they count, dtype differ."""
 
     def show(leaf) -> str:
         return "nothing" if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
+    def same(was, want) -> bool:
+        return None not in (was, want) and was.shape == want.shape and (not dtypes or was.dtype == want.dtype)
+
     names = [*wanted, *(name for name in stored if name not in wanted)]
-    pairs = [(name, show(stored.get(name)), show(wanted.get(name))) for name in names]
-    other = [f"{name} stored {was}, wanted {want}" for name, was, want in pairs if was != want]
+    pairs = [(name, stored.get(name), wanted.get(name)) for name in names]
+    other = [f"{name} stored {show(was)}, wanted {show(want)}" for name, was, want in pairs if not same(was, want)]
     more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
     check(
         not other,
@@ -438,7 +469,7 @@ def _check_same(directory: Path, stored: dict[str, Any], wanted: dict[str, Any])
 # The machine around it: the disk, the other processes.
 
 
-def _disk_error(error: Exception) -> str | None:
+def disk_error(error: Exception) -> str | None:
     """The operating system's words if `error` says that it refused a file operation, else None."""
     if isinstance(error, OSError):
         return error.strerror or str(error)

@@ -27,7 +27,7 @@ from glm5_jax import processes
 from glm5_jax.compiling import compiler_options
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
-from glm5_jax.model import split
+from glm5_jax.model import abstract, split
 from glm5_jax.sharding.mesh import check_rows, make_mesh, put_rows, readers, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
 from glm5_jax.sparse import attention
@@ -190,7 +190,7 @@ class Run:
         for start in self.plan.phases(config.steps):
             check_rows(self.mesh, self.plan.micro_rows_at(start), self.plan.length_at(start))
         self.reader, self.readers = readers(self.mesh)
-        self.model = runs.abstract(config.model, runs.network_class(config))
+        self.model = abstract(config.model, runs.network_class(config))
         if self.mesh:
             self.model = place_parameters(self.model, dict(self.mesh.shape))
         specs = trainable_specs(self.model, config.freeze)
@@ -245,7 +245,8 @@ class Run:
 
     def train(self, first: TrainState | None = None) -> Result:
         """Runs the remaining steps. first: the state before step 0, if it has been made already."""
-        self.checkpoints = Checkpoints(self.run_dir, self.config.checkpoint, say=lambda text: self.say(text))
+        say = lambda text: self.say(text)  # noqa: E731
+        self.checkpoints = Checkpoints(self.run_dir, self.config.checkpoint, say, runs.stacked_dimensions(self.model))
         restored = self.checkpoints.restore(self.template)
         if restored is None:
             start, state = 0, self.init() if first is None else first

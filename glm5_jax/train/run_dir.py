@@ -8,11 +8,12 @@ import types
 import typing
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from glm5_jax.config import check, override
 from glm5_jax.convert.tokenizer import bpe_size, load_tokenizer
 from glm5_jax.importing import import_object
-from glm5_jax.model import Glm5, abstract, cast, merge, split
+from glm5_jax.model import Glm5, flat, merge, specs, template
 from glm5_jax.train.checkpoint import restore_params
 from glm5_jax.train.stages import TrainConfig
 
@@ -92,13 +93,24 @@ def network_class(config: TrainConfig) -> type[Glm5]:
     return network
 
 
-def load_run(run_dir: str | os.PathLike, dtype: str, **overrides) -> Glm5:
-    """The model of a run's newest good checkpoint; dtype and overrides as for `glm5_jax.load`."""
+def load_run(run_dir: str | os.PathLike, dtype: str, mesh: Mesh | None = None, **overrides) -> Glm5:
+    """The model of a run's newest good checkpoint; arguments as for `glm5_jax.load`."""
     config = read_config(run_dir)
-    model = abstract(override(config.model, dtype=dtype, **overrides), network_class(config))
-    graphdef, template = split(model)
-    _, params = restore_params(run_dir, template)
-    return cast(merge(graphdef, params), dtype)
+    cfg = override(config.model, dtype=dtype, **overrides)
+    graphdef, wanted = template(cfg, dtype, mesh, network_class(config))
+    _, params = restore_params(run_dir, wanted)
+    return merge(graphdef, params)
+
+
+def array_name(path: tuple) -> str:
+    """The name under which a checkpoint holds the parameter at `path`."""
+    return ".".join(map(str, ("params", *path)))
+
+
+def stacked_dimensions(model: Glm5) -> dict[str, int]:
+    """Array name of each parameter -> number of its leading dimensions, layers and experts."""
+    declared = flat(specs(model)).items()
+    return {array_name(path): spec.axes.count("layers") + spec.axes.count("experts") for path, spec in declared}
 
 
 def fresh_model(config: TrainConfig) -> Glm5:

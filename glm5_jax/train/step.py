@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.layers.mtp import same_document, shift
 from glm5_jax.layers.param import Spec
-from glm5_jax.model import Glm5, merge, specs, split
+from glm5_jax.model import Glm5, flat, merge, specs, split
 from glm5_jax.sharding.context import own
 from glm5_jax.sharding.mesh import AXES, ROWS, largest, local, total
 from glm5_jax.sharding.rules import parameter_specs, uncut
@@ -59,11 +59,6 @@ class Rates(NamedTuple):
 
     mtp_weight: Callable
     bias_rate: Callable
-
-
-def flat(tree: dict) -> dict:
-    """Path -> leaf of a nested dict; `traverse_util.unflatten_dict` undoes it."""
-    return traverse_util.flatten_dict(tree)
 
 
 def trainable_specs(model: Glm5, freeze: tuple[str, ...]) -> dict[tuple, Spec]:
