@@ -10,10 +10,10 @@ run: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/sharded
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests/sharded
 
 smoke: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m smoke tests
+	$(BIN)/python -m pytest -n 2 -m smoke tests
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

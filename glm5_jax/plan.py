@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from glm5_jax.compiling import compiler_options
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.model import Glm5, abstract
@@ -171,7 +172,7 @@ def compile_for(program: Program) -> tuple[jax.stages.Compiled | None, str]:
     """(the compiled step, "") or (None, what libtpu says of the memory it would need)."""
     try:
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-            return program.lowered.compile(), ""
+            return program.lowered.compile(compiler_options=compiler_options()), ""
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

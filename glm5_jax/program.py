@@ -81,6 +81,8 @@ def collectives(text: str, mesh: Mesh, turns: dict[str, float] | None = None) ->
     groups = _groups_by_axes(mesh)
     found = []
     for computation, times, bounded in _visits(computations, entry, turns or {}):
+        if _goes_on(computation, computations[computation]):
+            continue
         for line in computations[computation].values():
             match = re.match(r"(.*?) ([a-z-]+?)(-start)?\(", line)
             if match is None or match[2] not in KINDS:
@@ -91,6 +93,11 @@ def collectives(text: str, mesh: Mesh, turns: dict[str, float] | None = None) ->
             name = re.search(r'op_name="([^"]*)"', line)
             found.append(Collective(kind, axes, _sent(kind, size, n), times, bounded, name[1] if name else "", shape))
     return found
+
+
+def _goes_on(name: str, lines: dict[str, str]) -> bool:
+    """Whether a computation holds a collective that another one has begun: on TPUs, products that run beside it name it too."""
+    return name.startswith("async_collective_fusion") or any("AsyncCollectiveDone" in line for line in lines.values())
 
 
 def by_axes(found: list[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
