@@ -1,4 +1,4 @@
-"""glm5 plan: the true training step, compiled for a TPU pod that is not there.
+"""glm5 plan: the true training step, or a decode step, compiled for a TPU pod that is not there.
 
 libtpu compiles ahead of time for a described topology, on any machine: whether the step compiles, what it holds on each chip,
 what it computes and what it sends are facts of the compiled program. The step time is an estimate from the chip's rates.
@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import pathlib
 import re
 import time
 from typing import Literal
@@ -22,14 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from glm5_jax.compiling import compiler_options
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
-from glm5_jax.model import Glm5, abstract
+from glm5_jax.model import Cache, abstract, empty_cache, merge, template
 from glm5_jax.program import by_axes, collectives, products
-from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, make_mesh, shardings_of
+from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, local, make_mesh, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
 from glm5_jax.sparse.dense import mean_turns
-from glm5_jax.train.flops import flops_per_token, kernel_flops, step_flops
+from glm5_jax.train.flops import decode_flops, flops_per_token, kernel_flops, step_flops
 from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
-from glm5_jax.train.step import LossConfig, Rates, TrainState, flat, init_state, make_step, state_specs, trainable_specs
+from glm5_jax.train.step import LossConfig, Rates, flat, init_state, make_step, state_specs, trainable_specs
 
 GIB = 1 << 30
 HEADROOM = 0.1  # of a device's memory: what a run needs besides the step, and what fragments
@@ -41,22 +42,23 @@ class Chip:
 
     Attributes:
       accelerator: TPU_ACCELERATOR_TYPE of any such machine. per_chip: JAX devices on a chip. flops: bfloat16 FLOP/s.
-      memory: bytes that a program may use, as libtpu says when one does not fit. link: bytes/s one way over one ICI link;
-        a torus axis has two at each chip. network: bytes/s one way between slices.
+      memory: bytes that a program may use, as libtpu says when one does not fit. hbm: bytes/s. link: bytes/s one way over one
+        ICI link; a torus axis has two at each chip. network: bytes/s one way between slices.
     """
 
     accelerator: str
     per_chip: int
     flops: float
     memory: float
+    hbm: float
     link: float
     network: float = 6.25e9
 
 
 CHIPS = {
-    "v5p": Chip("v5p-8", 1, 459e12, 95.74 * GIB, 90e9),
-    "v6e": Chip("v6e-4", 1, 920e12, 31.25 * GIB, 90e9),
-    "tpu7x": Chip("tpu7x-8", 2, 1155e12, 94.75 * GIB, 50e9, 3.1e9),
+    "v5p": Chip("v5p-8", 1, 459e12, 95.74 * GIB, 2.46e12, 90e9),
+    "v6e": Chip("v6e-4", 1, 920e12, 31.25 * GIB, 1.64e12, 90e9),
+    "tpu7x": Chip("tpu7x-8", 2, 1155e12, 94.75 * GIB, 3.7e12, 50e9, 3.1e9),
 }
 
 
@@ -68,6 +70,7 @@ class PlanOptions:
     slices: int = 1  # slices of that topology, joined along mesh data
     mesh: str = ""  # data=8,expert=64,context=1: devices along each axis; data may be left out
     stage: Literal["pretrain", "dsa_warmup", "dsa_sparse"] = "dsa_sparse"  # pretrain: dense attention, also of mid-training
+    serve: bool = False  # a decode step in place of a training step: one token for each row, whose cache holds `seq`
     seq: int = 4096  # tokens of a row
     batch: int = 0  # rows of a step; 0 = one for each data x expert
     micro: int = 0  # rows whose activations exist at once, over all devices; 0 = all of the batch
@@ -129,30 +132,36 @@ def training_config(cfg: ModelConfig, options: PlanOptions) -> tuple[ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step lowered for a mesh.
+    """A step lowered for a mesh, and what is known of it without compiling, each for one device.
 
     Attributes:
-      lowered: jax.stages.Lowered. state: abstract, with shardings. model: placed. rows: of a micro-batch.
+      lowered: jax.stages.Lowered. held: what -> abstract arrays with shardings that the step is given.
+      rows, micro_rows: of the whole batch, and how many of them at once. kept: bytes of activations for the backward pass.
+      expected: part of the network -> FLOPs of its products by closed form. kernels: those of the kernels of sparse attention.
+      useful: FLOPs of the model itself. turns: see `program.products`. read: bytes of HBM that the step cannot but read.
     """
 
     lowered: jax.stages.Lowered
-    state: TrainState
-    model: Glm5
+    held: dict
     mesh: Mesh
-    loss: LossConfig
-    freeze: tuple[str, ...]
     rows: int
-    micro_batches: int
+    micro_rows: int
+    kept: float
+    expected: dict[str, float]
+    kernels: float
+    useful: float
+    turns: dict[str, float]
+    read: float
 
 
 def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh: Mesh, options: PlanOptions) -> Program:
     """The training step as `glm5 train` runs it: Muon Split, float32 parameters and moments, donated state."""
-    groups = math.prod(mesh.shape[a] for a in ROWS)
+    groups, sizes = math.prod(mesh.shape[a] for a in ROWS), dict(mesh.shape)
     batch = options.batch or groups
     micro = options.micro or batch
     check(batch % micro == 0, f"batch={batch}: must be a multiple of micro={micro}")
     check_rows(mesh, micro, options.seq)
-    model = place_parameters(abstract(cfg), dict(mesh.shape))
+    model = place_parameters(abstract(cfg), sizes)
     cuts = flat(parameter_specs(model))
     optimizer = make_optimizer(OptimizerConfig(), lambda _: jnp.float32(1e-4), trainable_specs(model, freeze), cuts, mesh)
     rates = Rates(lambda _: jnp.float32(0.3), lambda _: jnp.float32(0.001))
@@ -162,10 +171,56 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
     state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
     rows = NamedSharding(mesh, PartitionSpec(None, ROWS))
     shape = (batch // micro, micro, options.seq)
-    tokens = {n: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for n in ("tokens", "segment_ids", "positions")}
+    inputs = {n: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for n in ("tokens", "segment_ids", "positions")}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # how kernels learn the chip's facts
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, tokens)
-    return Program(lowered, state, model, mesh, loss, freeze, micro, batch // micro)
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, inputs)
+        turns, key_block = mean_turns(options.seq, sizes["context"], cfg.num_attention_heads, cfg.query_chunk)
+    tokens, mtp = batch * options.seq / mesh.size, loss.mtp_steps
+    return Program(
+        lowered, {"parameters": state.params, "optimizer state": state.opt_state}, mesh, batch, micro,
+        kept=kept_activations(cfg, micro / groups, options.seq / sizes["context"]),
+        expected=step_flops(model, freeze, sizes, tokens, mtp, turns["visible_keys"] * key_block),
+        kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp),
+        useful=tokens * flops_per_token(model, options.seq, mtp),
+        turns=turns | {"more_rounds": 0},  # of experts: none under even routing
+        read=bytes_per_device(state),
+    )  # fmt: skip
+
+
+def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
+    """One token for each row: experts over "expert", rows over "data" and "expert", all other parameters whole on every device,
+    which a step that small has no time to gather. Parameters and cache in bfloat16, the cache donated."""
+    check(mesh.shape["context"] == 1, "mesh: a decode step splits rows, not their tokens; set context=1")
+    groups = math.prod(mesh.shape[a] for a in ROWS)
+    batch = options.batch or groups
+    check_rows(mesh, batch, options.seq)
+    cfg = dataclasses.replace(cfg, remat="none")
+    placed = place_parameters(abstract(cfg), {"expert": mesh.shape["expert"]}, experts_only=True)
+    graphdef, params = template(cfg, cfg.dtype)
+    cuts = parameter_specs(placed)
+    params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings_of(mesh, cuts))
+    cache = jax.eval_shape(lambda: empty_cache(cfg, batch, options.seq))
+    places = Cache(jax.tree.map(lambda _: PartitionSpec(None, ROWS), cache.keys), PartitionSpec(ROWS), PartitionSpec())
+    cache = jax.tree.map(lambda x, s: x.update(sharding=s), cache, shardings_of(mesh, places))
+    rows = PartitionSpec(ROWS)
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, rows))
+
+    def step(params, tokens, cache):
+        model = merge(graphdef, params)
+        hidden, _, cache = model.trunk(tokens, cache=cache)
+        return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache
+
+    run = local(step, mesh, (cuts, rows, places), (rows, places))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(run, donate_argnums=2).lower(params, tokens, cache)
+    mine = batch / groups
+    parts, kernels, useful = decode_flops(placed, mesh.shape["expert"], mine, options.seq)
+    width = min(cfg.index_topk, options.seq) * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * cfg.num_hidden_layers
+    width += options.seq * cfg.index_head_dim * sum(full for _, full in cfg.layer_kinds)
+    return Program(
+        lowered, {"parameters": params, "cache": cache}, mesh, batch, batch, kept=0.0, expected=parts, kernels=kernels,
+        useful=useful, turns={"more_rounds": 0}, read=bytes_per_device(params) + mine * width * 2,
+    )  # fmt: skip
 
 
 def compile_for(program: Program) -> tuple[jax.stages.Compiled | None, str]:
@@ -203,24 +258,21 @@ def kept_activations(cfg: ModelConfig, rows: float, seq: float) -> float:
     return rows * seq * (layers + chosen + experts)
 
 
-def memory(program: Program, compiled: jax.stages.Compiled, chip: Chip, options: PlanOptions) -> dict[str, float]:
+def memory(program: Program, compiled: jax.stages.Compiled, chip: Chip) -> dict[str, float]:
     """What -> bytes on each device."""
     analysis = compiled.memory_analysis()
-    shape, cfg = program.mesh.shape, program.model.cfg
-    rows, seq = program.rows / math.prod(shape[a] for a in ROWS), options.seq / shape["context"]
-    used = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-    used += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    used = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + new
+    kept = {"of them activations kept": program.kept} if program.kept else {}
     return {
-        "parameters": bytes_per_device(program.state.params),
-        "optimizer state": bytes_per_device(program.state.opt_state),
-        "temporaries": analysis.temp_size_in_bytes,
-        "of them activations kept": kept_activations(cfg, rows, seq),
+        **{name: bytes_per_device(tree) for name, tree in program.held.items()},
         "all arguments": analysis.argument_size_in_bytes,
-        "new results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes, **kept,
+        "new results": new,
         "used": used,
         "memory": chip.memory,
         "headroom": 1 - used / chip.memory,
-    }
+    }  # fmt: skip
 
 
 def seconds(found: dict, chip: Chip, mesh: Mesh) -> dict[tuple, float]:
@@ -250,79 +302,67 @@ def plan(preset: str, cfg: ModelConfig, options: PlanOptions) -> tuple[dict, str
     check(mesh is not None, f"topology={options.topology}: one device needs no plan")
     network, loss, freeze = training_config(cfg, options)
     start = time.monotonic()
-    program = lower_step(network, loss, freeze, mesh, options)
+    program = lower_decode(network, mesh, options) if options.serve else lower_step(network, loss, freeze, mesh, options)
     text = program.lowered.as_text()
     lowered = time.monotonic()
     compiled, said = compile_for(program)
+    params = jax.tree.leaves(program.held["parameters"])
     result = {
-        "preset": preset, "stage": options.stage, "topology": options.topology, "slices": options.slices,
-        "devices": len(devices), "chips": len(devices) // chip.per_chip, "mesh": dict(mesh.shape), "seq": options.seq,
-        "rows": program.rows * program.micro_batches, "micro_rows": program.rows,
-        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(program.state.params)),
-        "dtypes": {
-            "parameters": dtypes(program.state.params), "optimizer state": dtypes(program.state.opt_state),
-            "products": network.dtype,
-        },
+        "preset": preset, "stage": "decode" if options.serve else options.stage,
+        "topology": options.topology, "slices": options.slices, "devices": len(devices),
+        "chips": len(devices) // chip.per_chip, "mesh": dict(mesh.shape), "seq": options.seq, "rows": program.rows,
+        "micro_rows": program.micro_rows, "parameters": sum(math.prod(x.shape) for x in params),
+        "dtypes": {name: dtypes(tree) for name, tree in program.held.items()} | {"products": network.dtype},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")},
         "program": hashlib.sha256(text.encode()).hexdigest(),
         "trace_s": lowered - start, "compile_s": time.monotonic() - lowered,
     }  # fmt: skip
     if compiled is None:
-        state = {"parameters": bytes_per_device(program.state.params)}
-        state["optimizer state"] = bytes_per_device(program.state.opt_state)
-        result |= {"fits": False, "compiler": said, "memory": state | {"memory": chip.memory}}
+        held = {name: bytes_per_device(tree) for name, tree in program.held.items()}
+        result |= {"fits": False, "compiler": said, "memory": held | {"memory": chip.memory}}
     else:
-        result["memory"] = memory(program, compiled, chip, options)
+        text = compiled.as_text()
+        result["memory"] = memory(program, compiled, chip)
         result["fits"] = result["memory"]["headroom"] >= HEADROOM
-        result |= costs(program, compiled.as_text(), chip, options)
-    if compiled is not None and options.hlo:
-        with open(options.hlo, "w") as file:
-            file.write(compiled.as_text())
+        result |= costs(program, text, chip)
+        if options.hlo:
+            pathlib.Path(options.hlo).write_text(text)
     return result, table(result)
 
 
-def costs(program: Program, text: str, chip: Chip, options: PlanOptions) -> dict:
+def costs(program: Program, text: str, chip: Chip) -> dict:
     """FLOPs, bytes sent and times of a compiled step, for each device."""
-    cfg, mesh = program.model.cfg, program.mesh
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        turns, key_block = mean_turns(options.seq, mesh.shape["context"], cfg.num_attention_heads, cfg.query_chunk)
-    turns["more_rounds"] = 0  # of experts: none under even routing
-    computed = products(text, turns)
-    flops = sum(p.flops * p.times for p in computed)
-    sent = by_axes(collectives(text, mesh, turns))
-    times = seconds(sent, chip, mesh)
-    tokens = program.rows * program.micro_batches * options.seq / mesh.size
-    kernels = kernel_flops(cfg, program.freeze, tokens, options.seq, program.loss.mtp_steps)
-    compute, links = (flops + kernels) / chip.flops, sum(times.values())
-    useful = tokens * flops_per_token(program.model, options.seq, program.loss.mtp_steps)
-    keys = turns["visible_keys"] * key_block
-    expected = step_flops(program.model, program.freeze, dict(mesh.shape), tokens, program.loss.mtp_steps, keys)
+    flops = sum(p.flops * p.times for p in products(text, program.turns))
+    sent = by_axes(collectives(text, program.mesh, program.turns))
+    times = seconds(sent, chip, program.mesh)
+    work = {
+        "products at peak": (flops + program.kernels) / chip.flops,
+        "arguments from HBM": program.read / chip.hbm,
+        "links": sum(times.values()),
+    }
+    busy = max(work["products at peak"], work["arguments from HBM"])
+    totals = {"without overlap": busy + work["links"], "full overlap": max(busy, work["links"])}
     return {
         "flops": {
-            "compiled": flops, "closed form": sum(expected.values()), "parts": expected, "kernels": kernels,
-            "of the model": useful,
+            "compiled": flops, "closed form": sum(program.expected.values()), "parts": program.expected,
+            "kernels": program.kernels, "of the model": program.useful,
         },
         "sent": [
             {"kind": kind, "axes": list(axes), "runs": runs, "bytes": size, "seconds": times[kind, axes]}
             for (kind, axes), (runs, size) in sent.items()
         ],
-        "seconds": {
-            "products at peak": compute, "links": links, "without overlap": compute + links, "full overlap": max(compute, links)
-        },
-        "utilisation": {
-            "without overlap": useful / chip.flops / (compute + links),
-            "full overlap": useful / chip.flops / max(compute, links),
-        },
+        "seconds": work | totals,
+        "utilisation": {name: program.useful / chip.flops / total for name, total in totals.items()},
     }  # fmt: skip
 
 
 def table(result: dict) -> str:
     """The results for people."""
     mesh = ", ".join(f"{name} {n}" for name, n in result["mesh"].items())
+    once = f", {result['micro_rows']:,} at once" if result["micro_rows"] != result["rows"] else ""
     slices = f" x {result['slices']} slices" if result["slices"] > 1 else ""
     lines = [
-        f"{result['preset']}, {result['stage']}: {result['rows']:,} rows of {result['seq']:,} tokens, "
-        f"{result['micro_rows']:,} at once",
+        f"{result['preset']}, {result['stage']}: {result['rows']:,} rows of {result['seq']:,} tokens{once}",
         f"{result['topology']}{slices}: {result['chips']:,} chips, {result['devices']:,} devices; mesh {mesh}",
         f"compiled in {result['compile_s']:.0f} s, traced in {result['trace_s']:.0f} s",
         "",
@@ -361,7 +401,7 @@ def table(result: dict) -> str:
 
 def _what_to_change(result: dict) -> str:
     memory = result["memory"]
-    held = memory["parameters"] + memory["optimizer state"]
+    held = memory["parameters"] + memory.get("optimizer state", 0)
     words = [result["compiler"]] if "compiler" in result else [f"headroom below {HEADROOM:.0%}"]
     if held > 0.6 * memory["memory"]:
         words.append("parameters and optimizer state take most of the memory: more chips")

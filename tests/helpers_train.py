@@ -127,7 +127,7 @@ from glm5_jax.train.step import LossConfig
 def config():
     return TrainConfig(
         model=ModelConfig(
-            vocab_size=300, hidden_size=32, num_hidden_layers=2, first_k_dense_replace=1, num_attention_heads=2,
+            vocab_size=300, hidden_size=32, num_hidden_layers=1, first_k_dense_replace=0, num_attention_heads=2,
             q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, intermediate_size=32,
             moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, index_n_heads=2, index_head_dim=8,
             index_topk=16, max_position_embeddings=64, rope_theta=1e4, eos_token_id=(0,), pad_token_id=0,

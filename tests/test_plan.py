@@ -5,6 +5,7 @@ import math
 import pathlib
 import re
 
+import numpy as np
 import pytest
 import yaml
 
@@ -52,6 +53,21 @@ def test_a_device_holds_a_fourth_of_parameters_and_moments(small):
     assert memory["all arguments"] >= memory["parameters"] + memory["optimizer state"]
     assert small[0]["fits"] and memory["headroom"] > 0.9
     assert small[0]["dtypes"] == {"parameters": "float32", "optimizer state": "float32, int32", "products": "bfloat16"}
+
+
+@pytest.mark.tpu_compile
+def test_a_decode_step_gathers_no_parameters():
+    """Its cache and experts are cut, all other parameters whole; only rows for the experts travel."""
+    need_libtpu()
+    options = plan.PlanOptions(**SMALL | dict(serve=True, stage="dsa_sparse", batch=64))
+    result, table = plan.plan("network", network(), options)
+    assert result["flops"]["compiled"] == pytest.approx(result["flops"]["closed form"], rel=0.02)
+    experts = 8 * 3 * 512 * 256
+    assert result["memory"]["parameters"] == pytest.approx((result["parameters"] - experts / 2) * 2, rel=0.01)
+    assert result["memory"]["cache"] == pytest.approx(64 / 4 * 1024 * ((128 + 64 + 128) * 2 + 4), rel=0.01)
+    large = [row for row in result["sent"] if row["bytes"] > 1000]
+    assert {(row["kind"], tuple(row["axes"])) for row in large} == {("all-to-all", ("expert",))}
+    assert "decode: 64 rows of 1,024 tokens" in table and result["fits"]
 
 
 @pytest.mark.tpu_compile
@@ -105,6 +121,17 @@ def test_rates_of_links():
     assert plan.bandwidth("all-to-all", ("expert",), chip, mesh) == 4 * 90e9 / 4
 
 
+@pytest.mark.tpu_compile
+def test_slices_lie_along_data_and_what_crosses_them_takes_the_network():
+    need_libtpu()
+    chip, devices = plan.describe("v6e:4x4", slices=2)
+    mesh = make_mesh(plan.parse_mesh("data=4,expert=8"), devices)
+    slices = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+    assert (slices == np.array([0, 0, 1, 1])[:, None, None]).all()
+    assert plan.bandwidth("all-gather", ("data",), chip, mesh) == chip.network
+    assert plan.bandwidth("all-gather", ("expert",), chip, mesh) > chip.link
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -117,6 +144,8 @@ def test_rates_of_links():
         (dict(seq=10_000), "seq=10000: the position limit is 4096"),
         (dict(topology="v9:2x2"), "the chip is one of v5p, v6e, tpu7x"),
         (dict(topology="v5p:3x5x7"), "libtpu does not know it"),
+        (dict(slices=2, mesh="data=1,expert=8"), "mesh.data=1: must be a multiple of the 2 slices"),
+        (dict(serve=True, mesh="data=2,expert=1,context=2"), "a decode step splits rows, not their tokens"),
         (dict(slices=0), "slices=0: must be at least 1"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",

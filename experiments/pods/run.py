@@ -17,7 +17,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 ROWS = {
     "glm5-4k-v5p": "glm5 --stage pretrain --topology v5p:8x8x8 --mesh data=8,expert=64 --seq 4096 --batch 512",
     "glm5-4k-7x": "glm5 --stage pretrain --topology tpu7x:4x8x8 --mesh data=8,expert=64 --seq 4096 --batch 512",
-    "glm5-4k-v6e": "glm5 --stage pretrain --topology v6e:16x16 --slices 2 --mesh data=8,expert=64 --seq 4096 --batch 512",
+    "glm5-4k-v6e": "glm5 --stage pretrain --topology v6e:16x16 --slices 4 --mesh data=16,expert=64 --seq 4096 --batch 1024",
     "glm5-32k-v5p": "glm5 --stage pretrain --topology v5p:8x8x16 --mesh data=2,expert=64,context=8 --seq 32768 --batch 128",
     "glm5-128k-v5p": "glm5 --stage pretrain --topology v5p:8x8x16 --mesh data=1,expert=64,context=16 --seq 131072 --batch 64",
     "glm5-200k-v5p": "glm5 --topology v5p:8x8x16 --mesh data=1,expert=64,context=16 --seq 202752 --batch 64",

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from glm5_jax.config import check
@@ -53,12 +54,22 @@ class MeshConfig:
 
 
 def make_mesh(cfg: MeshConfig, devices=None) -> Mesh | None:
-    """The mesh over `devices` (default: all), neighbours along "context"; None for a single device, which needs none."""
+    """The mesh over `devices` (default: all), neighbours along "context"; None for a single device, which needs none.
+
+    TPU slices, between which there is a network only, lie along "data".
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = cfg.sizes(len(devices))
+    data, expert, context = sizes = cfg.sizes(len(devices))
+    types = (AxisType.Auto,) * len(AXES)
     if len(devices) == 1:
         return None
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    if slices == 1:
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    check(data % slices == 0, f"mesh.data={data}: must be a multiple of the {slices} slices")
+    of_slice = (data // slices, expert, context)
+    array = create_hybrid_device_mesh(of_slice, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    return Mesh(array, AXES, axis_types=types)
 
 
 def local(fn: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:

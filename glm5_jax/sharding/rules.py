@@ -58,13 +58,17 @@ def own_part(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[list, tuple
     return [lax.axis_index(cut) * n if cut else jnp.int32(0) for n, cut in zip(part, cuts)], part
 
 
-def place_parameters(model: nnx.Module, sizes: dict[str, int]) -> nnx.Module:
-    """The model, abstract or not, whose parameters know their `partition`."""
+def place_parameters(model: nnx.Module, sizes: dict[str, int], experts_only: bool = False) -> nnx.Module:
+    """The model, abstract or not, whose parameters know their `partition`.
+
+    experts_only: nothing but the experts is cut, as for serving, where a step has no time to gather parameters.
+    """
 
     def mark(param):
-        spec = param.get_metadata()["spec"]
+        axes, shape = param.get_metadata()["spec"].axes, param.get_value().shape
+        cut = sizes if not experts_only or "experts" in axes else {}
         marked = param.replace(param.get_value())
-        marked.set_metadata("partition", partition(spec.axes, param.get_value().shape, sizes))
+        marked.set_metadata("partition", partition(axes, shape, cut))
         return marked
 
     graphdef, state = nnx.split(model)

@@ -115,6 +115,44 @@ def kernel_flops(cfg: ModelConfig, freeze: tuple[str, ...], tokens: float, seq_l
     return tokens * (selecting * index * (seq_len + 1) / 2 + layers * chosen * attention)
 
 
+def decode_flops(model: Glm5, experts: int, rows: float, seq_len: int) -> tuple[dict[str, float], float, float]:
+    """(FLOPs of matrix products by part of the network, those of the kernels of sparse attention, those of the model) of a step
+    that makes one token for each of a device's rows, whose caches hold seq_len tokens.
+
+    Args:
+      experts: devices over which the experts are spread. Between each two of them travel at least 8 rows, and the kernels fill
+        what arrives up to 128.
+    """
+    cfg, x = model.cfg, model.cfg.num_experts_per_tok
+    shapes = jax.tree.map(lambda a: a.shape, split(model)[1])
+    leaves = zip(
+        jax.tree.leaves(specs(model), is_leaf=lambda leaf: isinstance(leaf, Spec)),
+        jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)),
+    )
+    parts, useful = dict.fromkeys(("experts", "other layers", "head"), 0.0), 0.0
+    picks = rows * x if experts == 1 else experts * 8 * math.ceil(rows * x / experts * 1.25 / 8)
+    picks = 128 * math.ceil(picks / 128)
+    for spec, shape in leaves:
+        unused = spec.part == "mtp" or (spec.part == "indexer" and cfg.attention == "dense")
+        if unused or spec.kind not in ("matrix", "router", "head"):
+            continue
+        size = 2 * math.prod(shape)
+        if "experts" in spec.axes and spec.kind == "matrix":
+            parts["experts"] += size / cfg.n_routed_experts * picks
+            useful += size / cfg.n_routed_experts * rows * x
+        else:
+            parts["head" if spec.kind == "head" else "other layers"] += size * rows
+            useful += size * rows
+    width, rank = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.kv_lora_rank
+    attention = rows * 2 * cfg.num_attention_heads * (width + rank) * cfg.num_hidden_layers
+    if cfg.attention == "dense":
+        parts["attention"] = attention * seq_len
+        return parts, 0.0, useful + attention * seq_len
+    index = rows * 2 * cfg.index_n_heads * cfg.index_head_dim * seq_len * sum(full for _, full in cfg.layer_kinds)
+    kernels = index + attention * min(cfg.index_topk, seq_len)
+    return parts, kernels, useful + kernels
+
+
 def _muon_flops(spec: Spec, shape: tuple[int, ...], devices: int, sizes: dict[str, int]) -> float:
     """Newton-Schulz of the matrices of a parameter that one of the devices that share them takes."""
     outputs = tuple(at for at in spec.outputs if at != spec.heads)
