@@ -26,7 +26,7 @@ def test_every_recipe_comes_back_from_its_file(tmp_path, name):
 
 
 def test_nested_tuples_lists_and_nothing_come_back(tmp_path, config):
-    changes = dict(indexer_types=("full", "shared"), latent_norm_eps=1e-6, eos_token_id=(3, 5))
+    changes = dict(num_hidden_layers=2, indexer_types=("full", "shared"), latent_norm_eps=1e-6, eos_token_id=(3, 5))
     model = dataclasses.replace(config.model, **changes)
     loss = dataclasses.replace(config.loss, index_weight=0.5)
     config = dataclasses.replace(config, model=model, loss=loss, mtp_weight=((0, 0.5), (1e6, 0.25)), freeze=())

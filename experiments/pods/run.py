@@ -1,4 +1,4 @@
-"""The training steps of GLM-5 compiled for TPU pods: every row of the table in README.md.
+"""Steps of GLM-5, training and one of decoding, compiled for TPU pods: every row of the table in README.md.
 
     python experiments/pods/run.py                  # all rows, one after another; those with a result are passed over
     python experiments/pods/run.py glm5-4k-v5p      # one of them, anew
@@ -25,6 +25,7 @@ ROWS = {
     "glm5_2-200k-v5p": "glm5_2 --topology v5p:8x8x16 --mesh data=1,expert=64,context=16 --seq 202752 --batch 64",
     "glm5_2-200k-7x": "glm5_2 --topology tpu7x:8x8x8 --mesh data=1,expert=64,context=16 --seq 202752 --batch 64",
     "flash-128k-v5p": "glm47_flash --topology v5p:4x4x4 --mesh data=1,expert=8,context=8 --seq 131072 --batch 8",
+    "glm5-decode-v5p": "glm5 --serve --topology v5p:4x4x4 --mesh data=1,expert=64,context=1 --seq 131072 --batch 256",
 }
 
 
