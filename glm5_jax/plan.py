@@ -179,7 +179,7 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
     return Program(
         lowered, {"parameters": state.params, "optimizer state": state.opt_state}, mesh, batch, micro,
         kept=kept_activations(cfg, micro / groups, options.seq / sizes["context"]),
-        expected=step_flops(model, freeze, sizes, tokens, mtp, turns["visible_keys"] * key_block),
+        expected=step_flops(model, freeze, sizes, batch, options.seq, loss, turns["visible_keys"] * key_block),
         kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp),
         useful=tokens * flops_per_token(model, options.seq, mtp),
         turns=turns | {"more_rounds": 0},  # of experts: none under even routing

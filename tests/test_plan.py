@@ -125,6 +125,15 @@ def test_rates_of_links():
 
 
 @pytest.mark.tpu_compile
+def test_an_axis_may_take_part_of_a_torus_axis():
+    """8 x 8 on 4x4x4 chips: neither is a product of whole torus axes."""
+    need_libtpu()
+    devices = plan.describe("v5p:4x4x4")[1]
+    mesh = make_mesh(plan.parse_mesh("data=1,expert=8,context=8"), devices)
+    assert set(mesh.devices.flat) == set(devices) and mesh.devices.shape == (1, 8, 8)
+
+
+@pytest.mark.tpu_compile
 def test_slices_lie_along_data_and_what_crosses_them_takes_the_network():
     need_libtpu()
     chip, devices = plan.describe("v6e:4x4", slices=2)

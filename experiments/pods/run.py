@@ -25,7 +25,7 @@ ROWS = {
     "glm5_2-200k-v5p": "glm5_2 --topology v5p:8x8x16 --mesh data=1,expert=64,context=16 --seq 202752 --batch 64",
     "glm5_2-200k-7x": "glm5_2 --topology tpu7x:8x8x8 --mesh data=1,expert=64,context=16 --seq 202752 --batch 64",
     "flash-128k-v5p": "glm47_flash --topology v5p:4x4x4 --mesh data=1,expert=8,context=8 --seq 131072 --batch 8",
-    "glm5-decode-v5p": "glm5 --serve --topology v5p:4x4x4 --mesh data=1,expert=64,context=1 --seq 131072 --batch 256",
+    "glm5-decode-v5p": "glm5 --serve --topology v5p:4x4x4 --mesh data=1,expert=64,context=1 --seq 65536 --batch 64",
 }
 
 
@@ -49,7 +49,7 @@ def compile_row(name: str) -> None:
 def table() -> str:
     """Markdown, one line for each result."""
     head = "| row | chips | mesh data x expert x context | compiled, s | arguments, GiB | temporaries, GiB | headroom "
-    head += "| PFLOP a step and device; by closed form | GB sent by a device | step, s: without / full overlap | utilisation |"
+    head += "| TFLOP of a device; to closed form | GB sent by a device | step, s: without / full overlap | utilisation |"
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     for name in ROWS:
         path = RESULTS / f"{name}.json"
@@ -66,8 +66,8 @@ def table() -> str:
         times, use = r["seconds"], r["utilisation"]
         lines.append(
             f"{start}| {m['all arguments'] / 2**30:.1f} | {m['temporaries'] / 2**30:.1f} | {m['headroom']:.0%} "
-            f"| {f['compiled'] / 1e15:.2f}; {f['compiled'] / f['closed form'] - 1:+.1%} | {sent:.0f} "
-            f"| {times['without overlap']:.1f} / {times['full overlap']:.1f} "
+            f"| {f['compiled'] / 1e12:,.1f}; {f['compiled'] / f['closed form'] - 1:+.1%} | {sent:,.0f} "
+            f"| {times['without overlap']:.3g} / {times['full overlap']:.3g} "
             f"| {use['without overlap']:.0%} / {use['full overlap']:.0%} |"
         )
     return "\n".join(lines)

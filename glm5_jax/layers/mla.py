@@ -167,9 +167,8 @@ class Mla(nnx.Module):
 
         own = (None, None) if index is None else (index.q, index.w)
         inputs = (cq, ctx.cos, ctx.sin, selection.positions, *own)
-        row_bytes = cq.shape[0] * cfg.num_attention_heads * keys.latent.shape[-1] * cq.dtype.itemsize
-        t, most = cq.shape[1], _ABSORBED_BYTES // row_bytes
-        (out, kl), top = piece(*inputs) if t <= most else in_query_blocks(piece, _piece(t, most), *inputs)
+        many, size = pieces(cfg, *cq.shape[:2])
+        (out, kl), top = piece(*inputs) if many == 1 else in_query_blocks(piece, size, *inputs)
         return Attention(out, top, kl)
 
     def _absorb(self, q: jax.Array) -> jax.Array:
@@ -190,6 +189,14 @@ def _piece(t: int, most: int) -> int:
     """Size of the pieces that T rows are taken in, about `most` and a multiple of 512; even, since the last is filled up."""
     n = -(-t // max(most, 512))
     return -(-t // (512 * n)) * 512
+
+
+def pieces(cfg: ModelConfig, rows: int, t: int) -> tuple[int, int]:
+    """(how many pieces `Mla` takes T tokens of that many rows in under sparse attention, tokens of each)."""
+    itemsize = jnp.dtype(cfg.dtype).itemsize
+    most = _ABSORBED_BYTES // (rows * cfg.num_attention_heads * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * itemsize)
+    size = t if t <= most else _piece(t, most)
+    return -(-t // size), size
 
 
 # Absorbed queries are R + P wide and as many as there are heads; more than this much of them at once and the row goes in

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mesh_utils import create_hybrid_device_mesh
+from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from glm5_jax.config import check
@@ -64,11 +64,12 @@ def make_mesh(cfg: MeshConfig, devices=None) -> Mesh | None:
     if len(devices) == 1:
         return None
     slices = len({getattr(d, "slice_index", 0) for d in devices})
-    if slices == 1:
-        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
     check(data % slices == 0, f"mesh.data={data}: must be a multiple of the {slices} slices")
-    of_slice = (data // slices, expert, context)
-    array = create_hybrid_device_mesh(of_slice, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    if slices == 1:
+        array = create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    else:
+        of_slice = (data // slices, expert, context)
+        array = create_hybrid_device_mesh(of_slice, (slices, 1, 1), devices, allow_split_physical_axes=True)
     return Mesh(array, AXES, axis_types=types)
 
 

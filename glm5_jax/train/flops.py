@@ -5,8 +5,10 @@ import math
 import jax
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.layers.mla import pieces
 from glm5_jax.layers.param import Spec
 from glm5_jax.model import Glm5, specs, split
+from glm5_jax.train.step import LossConfig
 
 # Dense bf16 FLOP/s per JAX device, by `device_kind`.
 PEAK = {
@@ -51,18 +53,25 @@ def peak_flops() -> float | None:
     return None if peak is None else peak * jax.device_count()
 
 
-def step_flops(model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], tokens: float, mtp_steps: int, keys: float) -> dict:
+def step_flops(
+    model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], rows: int, seq_len: int, loss: LossConfig, keys: float
+) -> dict[str, float]:
     """What a step under remat=block multiplies on each device of a mesh: FLOPs of matrix products, by part of the network.
 
     A product runs forward, again in the backward pass, and twice for its gradients (once where its input has none). What only
-    the output of a layer needs is not computed again. Attention is that of `sparse.dense`; the Pallas kernels of sparse
-    attention are not counted.
+    the output of a layer needs is not computed again. Under sparse attention long rows go in pieces (`layers.mla.pieces`),
+    recomputed once more; the last piece is filled up, and so is the last chunk of the head. Attention is that of
+    `sparse.dense`; for the Pallas kernels of sparse attention see `kernel_flops`.
 
     Args:
-      model: abstract. freeze: parts that do not train. sizes: devices along each mesh axis. tokens: of a device.
-      keys: that a query visits on average, those of blocks at the diagonal included.
+      model: abstract. freeze: parts that do not train. sizes: devices along each mesh axis. rows: of the batch, all of them
+        at once. seq_len: T. keys: that a query visits on average, those of blocks at the diagonal included.
     """
-    cfg = model.cfg
+    cfg, mtp_steps = model.cfg, loss.mtp_steps
+    own_rows, own = rows / (sizes["data"] * sizes["expert"]), seq_len // sizes["context"]
+    tokens = own_rows * own
+    count, piece = pieces(cfg, max(1, int(own_rows)), own) if cfg.attention == "sparse" else (1, own)
+    chunk = min(loss.chunk, own)
     shapes = jax.tree.map(lambda x: x.shape, split(model)[1])
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(specs(model), is_leaf=lambda x: isinstance(x, Spec)),
@@ -75,18 +84,22 @@ def step_flops(model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], toke
         trains = spec.part not in freeze
         steps = mtp_steps if path[0].key == "mtp" else 1
         if spec.kind == "head":
-            parts["head"] += 2 * size * tokens * 3 * (1 + mtp_steps)
+            parts["head"] += 2 * size * own_rows * math.ceil(own / chunk) * chunk * 3 * (1 + mtp_steps)
         elif spec.part == "indexer" and spec.kind == "matrix":
             used = cfg.attention == "sparse" or trains
             parts["indexer"] += 2 * size * tokens * steps * (3 if trains else used)
         elif "experts" in spec.axes and spec.kind == "matrix":
             room = min(1.0, 1.25 / sizes["expert"]) * sizes["expert"] if sizes["expert"] > 1 else 1.0
-            rows = tokens * steps * cfg.num_experts_per_tok * room
-            parts["experts"] += 2 * size / cfg.n_routed_experts * rows * (4 if trains else 3)
+            picks = tokens * steps * cfg.num_experts_per_tok * room
+            parts["experts"] += 2 * size / cfg.n_routed_experts * picks * (4 if trains else 3)
         elif spec.kind in ("matrix", "router"):
-            rows = tokens * (sizes["context"] if name in ("k_up", "v_up") and cfg.attention == "dense" else 1)
-            times = (3 if name == "down" else 4) - (not trains)
-            parts["attention" if "attention" in str(path) else "other layers"] += 2 * size * rows * steps * times
+            each, times = tokens, (3 if name == "down" else 4) - (not trains)
+            if name in ("k_up", "v_up") and cfg.attention == "dense":
+                each *= sizes["context"]  # every device makes the keys of the whole row
+            if name in ("q_up", "k_up", "v_up", "out"):
+                each *= count * piece / own
+                times += count > 1 and name != "out"
+            parts["attention" if "attention" in str(path) else "other layers"] += 2 * size * each * steps * times
         if trains and spec.kind == "matrix":
             parts["Muon"] += _muon_flops(spec, shape, devices // (sizes["expert"] if "experts" in spec.axes else 1), sizes)
     if cfg.attention == "dense":
