@@ -201,7 +201,8 @@ def _hash(*content) -> str:
 def _write_hf(source: Source, dtype: str, work: Path, meter: Meter) -> None:
     cfg = source.config.model
     done = lambda name, share, here: meter.add(source.sizes[name] * share, here)  # noqa: E731
-    hf.write_hf(cfg, dtype, source.read, work, done, threads(max(source.sizes.values())), hf.SHARD_BYTES)
+    workers = threads(max(source.sizes.values()), fp8=dtype == "fp8")
+    hf.write_hf(cfg, dtype, source.read, work, done, workers, hf.SHARD_BYTES)
     if source.tokenizer.is_file():
         shutil.copyfile(source.tokenizer, work / "tokenizer.json")
 
