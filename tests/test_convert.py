@@ -247,7 +247,7 @@ from glm5_jax.convert import hf, published
 from glm5_jax.convert.safetensors_write import SafetensorsFile
 from glm5_jax.train import convert
 published.PIECE_BYTES, hf.SHARD_BYTES = 20_000, 100_000
-convert.threads = lambda largest: 2
+convert.threads = lambda largest, fp8=False: 2
 count = 0
 def dying(write):
     def at_last(self, name, values, *rest):
