@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import re
+import sys
 import time
 from typing import Literal
 
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from glm5_jax.compiling import compiler_options
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
+from glm5_jax.layers.mla import pieces
 from glm5_jax.model import Cache, abstract, empty_cache, merge, template
 from glm5_jax.program import by_axes, collectives, products
 from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, local, make_mesh, shardings_of
@@ -69,7 +71,7 @@ class PlanOptions:
     topology: str = "v5p:8x8x8"  # chips of one slice: v5p:8x8x8, v6e:16x16, tpu7x:8x8x8
     slices: int = 1  # slices of that topology, joined along mesh data
     mesh: str = ""  # data=8,expert=64,context=1: devices along each axis; data may be left out
-    stage: Literal["pretrain", "dsa_warmup", "dsa_sparse"] = "dsa_sparse"  # pretrain: dense attention, also of mid-training
+    stage: Literal["pretrain", "dsa_sparse"] = "dsa_sparse"  # pretrain: dense attention, also of mid-training
     serve: bool = False  # a decode step in place of a training step: one token for each row, whose cache holds `seq`
     seq: int = 4096  # tokens of a row
     batch: int = 0  # rows of a step; 0 = one for each data x expert
@@ -103,7 +105,7 @@ def describe(topology: str, slices: int = 1) -> tuple[Chip, list]:
     check(slices >= 1, f"slices={slices}: must be at least 1")
     check(importlib.util.find_spec("libtpu") is not None, "libtpu is not installed: pip install 'glm5_jax[tpu]'")
     chip = CHIPS[kind]
-    os.environ.update(
+    os.environ.update(  # what libtpu would otherwise ask a TPU machine's metadata server for, or lock a file over
         TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
         TPU_ACCELERATOR_TYPE=chip.accelerator,
     )  # fmt: skip
@@ -112,13 +114,13 @@ def describe(topology: str, slices: int = 1) -> tuple[Chip, list]:
     more = {"num_slices": slices} if slices > 1 else {}
     try:
         return chip, list(topologies.get_topology_desc(topology, platform="tpu", **more).devices)
-    except Exception as error:  # libtpu has no class of its own for it
+    except jax.errors.JaxRuntimeError as error:
         raise UserError(f"topology={topology}: libtpu does not know it ({str(error).splitlines()[0]})") from None
 
 
 def training_config(cfg: ModelConfig, options: PlanOptions) -> tuple[ModelConfig, LossConfig, tuple[str, ...]]:
     """(network, loss, frozen parts) of a stage."""
-    sparse, warmup = options.stage == "dsa_sparse", options.stage == "dsa_warmup"
+    sparse = options.stage == "dsa_sparse"
     layers = {"num_hidden_layers": options.layers} if options.layers else {}
     cfg = dataclasses.replace(cfg, attention="sparse" if sparse else "dense", remat="block", dtype="bfloat16", **layers)
     check(
@@ -126,8 +128,7 @@ def training_config(cfg: ModelConfig, options: PlanOptions) -> tuple[ModelConfig
         f"seq={options.seq}: the position limit is {cfg.max_position_embeddings}",
     )
     mtp = options.mtp_steps if cfg.num_nextn_predict_layers else 0
-    freeze = {"pretrain": ("indexer",), "dsa_warmup": ("trunk", "mtp"), "dsa_sparse": ()}[options.stage]
-    return cfg, LossConfig(mtp_steps=mtp, index_weight=1.0 if sparse or warmup else 0.0), freeze
+    return cfg, LossConfig(mtp_steps=mtp, index_weight=float(sparse)), () if sparse else ("indexer",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +177,12 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
         lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, inputs)
         turns, key_block = mean_turns(options.seq, sizes["context"], cfg.num_attention_heads, cfg.query_chunk)
     tokens, mtp = batch * options.seq / mesh.size, loss.mtp_steps
+    many, _ = pieces(cfg, micro / groups, options.seq // sizes["context"])
     return Program(
         lowered, {"parameters": state.params, "optimizer state": state.opt_state}, mesh, batch, micro,
         kept=kept_activations(cfg, micro / groups, options.seq / sizes["context"]),
-        expected=step_flops(model, freeze, sizes, batch, options.seq, loss, turns["visible_keys"] * key_block),
-        kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp),
+        expected=step_flops(model, freeze, sizes, micro, batch // micro, options.seq, loss, turns["visible_keys"] * key_block),
+        kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp, forward=3 if many > 1 else 2),
         useful=tokens * flops_per_token(model, options.seq, mtp),
         turns=turns | {"more_rounds": 0},  # of experts: none under even routing
         read=bytes_per_device(state),
@@ -301,6 +303,7 @@ def plan(preset: str, cfg: ModelConfig, options: PlanOptions) -> tuple[dict, str
     mesh = make_mesh(parse_mesh(options.mesh), devices)
     check(mesh is not None, f"topology={options.topology}: one device needs no plan")
     network, loss, freeze = training_config(cfg, options)
+    print(f"compiling for {len(devices):,} devices; the whole of GLM-5 takes 10 minutes or more", file=sys.stderr)
     start = time.monotonic()
     program = lower_decode(network, mesh, options) if options.serve else lower_step(network, loss, freeze, mesh, options)
     text = program.lowered.as_text()

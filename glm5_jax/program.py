@@ -81,8 +81,6 @@ def collectives(text: str, mesh: Mesh, turns: dict[str, float] | None = None) ->
     groups = _groups_by_axes(mesh)
     found = []
     for computation, times, bounded in _visits(computations, entry, turns or {}):
-        if _goes_on(computation, computations[computation]):
-            continue
         for line in computations[computation].values():
             match = re.match(r"(.*?) ([a-z-]+?)(-start)?\(", line)
             if match is None or match[2] not in KINDS:
@@ -93,11 +91,6 @@ def collectives(text: str, mesh: Mesh, turns: dict[str, float] | None = None) ->
             name = re.search(r'op_name="([^"]*)"', line)
             found.append(Collective(kind, axes, _sent(kind, size, n), times, bounded, name[1] if name else "", shape))
     return found
-
-
-def _goes_on(name: str, lines: dict[str, str]) -> bool:
-    """Whether a computation holds a collective that another one has begun: on TPUs, products that run beside it name it too."""
-    return name.startswith("async_collective_fusion") or any("AsyncCollectiveDone" in line for line in lines.values())
 
 
 def by_axes(found: list[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
@@ -225,21 +218,36 @@ def _axes(line: str, groups: dict, mesh: Mesh) -> tuple[tuple[str, ...], int]:
     """(mesh axes, size of a group) of a collective."""
     listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]*)\]T\(([\d,]*)\)\))? \{([\w',]*)\}", line)
     pairs = re.search(r"source_target_pairs=\{(.*?\})\}", line)
     if listed:
-        rows = [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", listed[1])]
+        rows = [_numbers(row) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
     elif counted:
-        shape, source = ([int(n) for n in counted[i].split(",")] for i in (1, 2))
-        numbers = np.arange(math.prod(source)).reshape(source)
-        if counted[3]:
-            numbers = numbers.transpose([int(n) for n in counted[3].split(",")])
-        rows = numbers.reshape(shape).tolist()
+        rows = _turned(_numbers(counted[2]), counted[3]).reshape(_numbers(counted[1])).tolist()
+    elif named:  # axes of a mesh of its own, over numbers that may be turned
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        at = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", named[4])]
+        devices = _turned(_numbers(named[2] or str(mesh.size)), named[3]).reshape([int(n) for n in sizes.values()])
+        devices = np.moveaxis(devices, at, range(-len(at), 0))
+        rows = devices.reshape(-1, math.prod(devices.shape[-len(at) :])).tolist()
     elif pairs:
         return ("?",), 2
+    elif "replica_groups=" in line and "replica_groups={}" not in line:
+        return ("?",), mesh.size
     else:  # all devices
         rows = [list(range(mesh.size))]
     key = frozenset(frozenset(row) for row in rows)
     return groups.get(key, ("?",)), len(rows[0])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _turned(shape: list[int], order: str | None) -> np.ndarray:
+    """The numbers 0, 1, ... as an array of a shape, its dimensions then in another order."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(_numbers(order)) if order else numbers
 
 
 def _size(shape: str) -> float:

@@ -11,14 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+from glm5_jax.plan import describe
 
-_ENVIRONMENT = {  # what libtpu would otherwise ask the TPU machine's metadata server for, or lock a file over
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
-_ACCELERATORS = {"v5p": "v5p-8", "v6e": "v6e-4", "tpu7x": "tpu7x-8"}
+TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
 def need_libtpu():
@@ -31,11 +26,7 @@ def need_libtpu():
 def tpu_sharding(topology: str) -> jax.sharding.NamedSharding:
     """Replicated sharding on a mesh of one device of a topology such as "v5p:2x2x1"."""
     need_libtpu()
-    os.environ.update(_ENVIRONMENT, TPU_ACCELERATOR_TYPE=_ACCELERATORS[topology.split(":")[0]])
-    from jax.experimental import topologies  # loads libtpu: the environment must be set before
-
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+    mesh = jax.sharding.Mesh(np.array(describe(topology)[1][:1]), ("x",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 

@@ -5,15 +5,21 @@ import math
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from glm5_jax import cli, plan
+from glm5_jax.compiling import compiler_options
 from glm5_jax.config import tiny
 from glm5_jax.errors import UserError
-from glm5_jax.sharding.mesh import make_mesh
-from helpers_tpu import need_libtpu
+from glm5_jax.program import collectives
+from glm5_jax.sharding.mesh import local, make_mesh
+from helpers_tpu import TOPOLOGIES, need_libtpu
 
 POD = pathlib.Path(__file__).parent.parent / "experiments" / "pods"
 SMALL = dict(topology="v5p:2x2x1", mesh="data=2,expert=2,context=1", stage="pretrain", seq=1024, layers=1, mtp_steps=0)
@@ -53,6 +59,29 @@ def test_a_device_holds_a_fourth_of_parameters_and_moments(small):
     assert memory["all arguments"] >= memory["parameters"] + memory["optimizer state"]
     assert small[0]["fits"] and memory["headroom"] > 0.9
     assert small[0]["dtypes"] == {"parameters": "float32", "optimizer state": "float32, int32", "products": "bfloat16"}
+
+
+@pytest.mark.smoke
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_libtpu_takes_the_settings_on_every_chip(topology):
+    """Newer versions refuse some, and only for programs with the collectives that they are about; they print them otherwise."""
+    need_libtpu()
+    mesh = make_mesh(plan.parse_mesh("expert=4" if topology != "tpu7x:2x2x1" else "expert=8"), plan.describe(topology)[1])
+    n = mesh.size
+
+    def step(x, y):
+        swapped = lax.all_to_all(x, "expert", 0, 0, tiled=True)
+        gathered = lax.all_gather(y, "expert", tiled=True)
+        return swapped, lax.psum_scatter(gathered.T @ gathered, "expert", tiled=True)
+
+    spec = PartitionSpec("expert")
+    place = NamedSharding(mesh, spec)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in ((n * n, 8, 512), (1024, 1024))]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(local(step, mesh, (spec, spec), (spec, spec))).lower(*shapes)
+        found = collectives(lowered.compile(compiler_options=compiler_options()).as_text(), mesh)
+    assert {c.axes for c in found} == {("expert",)} and {"all-to-all", "all-gather"} <= {c.kind for c in found}
 
 
 @pytest.mark.tpu_compile

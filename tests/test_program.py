@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.program import products
-from helpers_tpu import compile_for
+from glm5_jax.plan import describe
+from glm5_jax.program import collectives, products
+from glm5_jax.sharding.mesh import MeshConfig, make_mesh
+from helpers_tpu import compile_for, need_libtpu
 
 
 def total(found):
@@ -67,3 +69,26 @@ def test_products_on_tpus_are_convolutions(topology):
 def test_loops_on_tpus_have_trip_counts_in_their_conditions():
     found = products(compile_for(loops, *SHAPES, topology="v5p:2x2x1").as_text())
     assert total(found) == LOOPS and all(p.bounded for p in found)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    "groups, axes",
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("context",)),
+        ("replica_groups=[4,2]<=[8]", ("context",)),
+        ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", ("data",)),
+        ("replica_groups=[2,4]<=[2,4]T(0,1)", ("expert", "context")),
+        ("replica_groups=mesh['data'=2,'expert'=2,'context'=2] {'data','context'}", ("data", "context")),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,4]T(1,0)) {'axis_1'}", ("data", "context")),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", ("data",)),
+        ("replica_groups={}", ("data", "expert", "context")),
+        ("replica_groups=of_another_kind", ("?",)),
+    ],
+)
+def test_groups_of_devices_are_axes_however_they_are_written(groups, axes):
+    need_libtpu()
+    mesh = make_mesh(MeshConfig(2, 2, 2), describe("v5p:2x2x2")[1])
+    text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  ROOT %y = f32[4]{{0}} all-reduce(%x), {groups}, to_apply=%sum\n}}\n"
+    (found,) = collectives(text, mesh)
+    assert found.axes == axes

@@ -10,7 +10,6 @@ TPU. Rows already in the file are replaced, others stay.
 import argparse
 import hashlib
 import json
-import os
 import pathlib
 import time
 
@@ -23,10 +22,8 @@ from glm5_jax.config import glm5
 from glm5_jax.layers.block import make_context
 from glm5_jax.layers.mla import Mla, Selection
 from glm5_jax.model import merge, split
+from glm5_jax.plan import GIB, HEADROOM, describe
 from glm5_jax.sparse.masks import Rows
-
-ACCELERATORS = {"v5p": "v5p-8", "v6e": "v6e-4", "tpu7x": "tpu7x-8"}
-MEMORY_GIB = {"v5p": 95.7, "v6e": 31.2, "tpu7x": 95.9}  # HBM of a JAX device; a 7x chip has two
 
 
 def layer_gradients(t: int):
@@ -52,25 +49,23 @@ def layer_gradients(t: int):
 
 def compile_layer(topology: str, t: int) -> dict:
     """One row of the table."""
-    from jax.experimental import topologies
-
     function, shapes = layer_gradients(t)
-    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array([device]), ("x",)), jax.sharding.PartitionSpec())
+    chip, devices = describe(topology)
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices[:1]), ("x",)), jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     began = time.perf_counter()
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         lowered = jax.jit(function, out_shardings=sharding).lower(*shapes)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
-    gib = {name: getattr(memory, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "output", "temp")}
+    gib = {name: getattr(memory, f"{name}_size_in_bytes") / GIB for name in ("argument", "output", "temp")}
     total = sum(gib.values())
     return {
         "topology": topology,
         "tokens": t,
         "compile_s": round(time.perf_counter() - began, 1),
         **{f"{name}_gib": round(value, 3) for name, value in gib.items()},
-        "fits": total < 0.9 * MEMORY_GIB[topology.split(":")[0]],
+        "fits": total < (1 - HEADROOM) * chip.memory / GIB,
         "program": hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16],
         "jax": jax.__version__,
     }
@@ -83,11 +78,9 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to keep the rows in")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    os.environ.update({"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"})
     rows = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     print(f"{'topology':<14}{'tokens':>9}{'compile s':>11}{'arguments':>11}{'outputs':>9}{'temporaries':>13} GiB  fits")
     for topology in options.topologies:
-        os.environ["TPU_ACCELERATOR_TYPE"] = ACCELERATORS[topology.split(":")[0]]
         for t in options.lengths:
             row = compile_layer(topology, t)
             print(

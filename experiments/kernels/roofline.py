@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import glm5
+from glm5_jax.plan import CHIPS
 from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.kernels import attend, select
 from glm5_jax.sparse.kernels.tiles import LANES
 
-CHIPS = {"v5p": (459e12, 2.46e12), "v6e": (920e12, 1.64e12), "7x": (2310e12, 7.4e12)}  # bfloat16 FLOP/s, HBM bytes/s
 LENGTH = 131_072  # T = S
 SHARES = (0.125, 0.375, 1.0)
 LINE = LANES * 4  # bytes of a line of 32-bit words
@@ -57,8 +57,8 @@ def select_costs(index: Index, k: int) -> tuple[float, float]:
 
 def row(name: str, share: str, moved: float, flops: float, copies: str) -> str:
     floors = []
-    for peak, bandwidth in CHIPS.values():
-        compute, memory = flops / peak * 1e6, moved / bandwidth * 1e6
+    for chip in CHIPS.values():
+        compute, memory = (1e6 * x / rate / chip.per_chip for x, rate in ((flops, chip.flops), (moved, chip.hbm)))
         floors.append(f"{max(compute, memory):.2f} ({'memory' if memory > compute else 'compute'})")
     return f"| {name} | {share} | {moved / 1e6:.2f} | {flops / 1e6:,.0f} | {copies} | {' | '.join(floors)} |"
 

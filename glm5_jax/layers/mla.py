@@ -186,15 +186,17 @@ class Mla(nnx.Module):
 
 
 def _piece(t: int, most: int) -> int:
-    """Size of the pieces that T rows are taken in, about `most` and a multiple of 512; even, since the last is filled up."""
-    n = -(-t // max(most, 512))
-    return -(-t // (512 * n)) * 512
+    """Size of the pieces that T rows are taken in: a multiple of 512, about `most` or less, down to half of it, so that as
+    little as possible of the last one is filled up."""
+    fewest = -(-t // max(most, 512))
+    sizes = [-(-t // (512 * n)) * 512 for n in range(fewest, 2 * fewest + 1)]
+    return min(sizes, key=lambda size: (-(-t // size) * size, -size))
 
 
-def pieces(cfg: ModelConfig, rows: int, t: int) -> tuple[int, int]:
+def pieces(cfg: ModelConfig, rows: float, t: int) -> tuple[int, int]:
     """(how many pieces `Mla` takes T tokens of that many rows in under sparse attention, tokens of each)."""
     itemsize = jnp.dtype(cfg.dtype).itemsize
-    most = _ABSORBED_BYTES // (rows * cfg.num_attention_heads * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * itemsize)
+    most = int(_ABSORBED_BYTES / (rows * cfg.num_attention_heads * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * itemsize))
     size = t if t <= most else _piece(t, most)
     return -(-t // size), size
 

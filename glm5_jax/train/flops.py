@@ -7,7 +7,7 @@ import jax
 from glm5_jax.config import ModelConfig
 from glm5_jax.layers.mla import pieces
 from glm5_jax.layers.param import Spec
-from glm5_jax.model import Glm5, specs, split
+from glm5_jax.model import Glm5, flat, specs, split
 from glm5_jax.train.step import LossConfig
 
 # Dense bf16 FLOP/s per JAX device, by `device_kind`.
@@ -54,8 +54,9 @@ def peak_flops() -> float | None:
 
 
 def step_flops(
-    model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], rows: int, seq_len: int, loss: LossConfig, keys: float
-) -> dict[str, float]:
+    model: Glm5, freeze: tuple[str, ...], sizes: dict[str, int], rows: int, micro_batches: int, seq_len: int, loss: LossConfig,
+    keys: float,
+) -> dict[str, float]:  # fmt: skip
     """What a step under remat=block multiplies on each device of a mesh: FLOPs of matrix products, by part of the network.
 
     A product runs forward, again in the backward pass, and twice for its gradients (once where its input has none). What only
@@ -64,55 +65,44 @@ def step_flops(
     `sparse.dense`; for the Pallas kernels of sparse attention see `kernel_flops`.
 
     Args:
-      model: abstract. freeze: parts that do not train. sizes: devices along each mesh axis. rows: of the batch, all of them
-        at once. seq_len: T. keys: that a query visits on average, those of blocks at the diagonal included.
+      model: abstract. freeze: nothing, or the indexer. sizes: devices along each mesh axis. rows: of a micro-batch, over all
+        devices. seq_len: T. keys: that a query visits on average, those of blocks at the diagonal included.
     """
-    cfg, mtp_steps = model.cfg, loss.mtp_steps
+    cfg = model.cfg
     own_rows, own = rows / (sizes["data"] * sizes["expert"]), seq_len // sizes["context"]
-    tokens = own_rows * own
-    count, piece = pieces(cfg, max(1, int(own_rows)), own) if cfg.attention == "sparse" else (1, own)
-    chunk = min(loss.chunk, own)
-    shapes = jax.tree.map(lambda x: x.shape, split(model)[1])
-    leaves = zip(
-        jax.tree_util.tree_leaves_with_path(specs(model), is_leaf=lambda x: isinstance(x, Spec)),
-        jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)),
-    )
+    tokens = micro_batches * own_rows * own
+    count, piece = pieces(cfg, own_rows, own) if cfg.attention == "sparse" else (1, own)
+    chunk, shapes = min(loss.chunk, own), flat(split(model)[1])
     parts = dict.fromkeys(("attention", "experts", "other layers", "head", "indexer", "Muon"), 0.0)
-    devices = math.prod(sizes.values())
-    for (path, spec), shape in leaves:
-        name, size = str(path[-1].key), math.prod(shape)
-        trains = spec.part not in freeze
-        steps = mtp_steps if path[0].key == "mtp" else 1
+    for path, spec in flat(specs(model)).items():
+        flops = 2.0 * shapes[path].size * tokens * (loss.mtp_steps if path[0] == "mtp" else 1)
+        trains, of_experts = spec.part not in freeze, "experts" in spec.axes
         if spec.kind == "head":
-            parts["head"] += 2 * size * own_rows * math.ceil(own / chunk) * chunk * 3 * (1 + mtp_steps)
+            parts["head"] += flops * math.ceil(own / chunk) * chunk / own * 3 * (1 + loss.mtp_steps)
         elif spec.part == "indexer" and spec.kind == "matrix":
-            used = cfg.attention == "sparse" or trains
-            parts["indexer"] += 2 * size * tokens * steps * (3 if trains else used)
-        elif "experts" in spec.axes and spec.kind == "matrix":
-            room = min(1.0, 1.25 / sizes["expert"]) * sizes["expert"] if sizes["expert"] > 1 else 1.0
-            picks = tokens * steps * cfg.num_experts_per_tok * room
-            parts["experts"] += 2 * size / cfg.n_routed_experts * picks * (4 if trains else 3)
+            parts["indexer"] += flops * (3 if trains else cfg.attention == "sparse")
+        elif of_experts and spec.kind == "matrix":
+            room = 1.25 if sizes["expert"] > 1 else 1.0
+            parts["experts"] += flops * cfg.num_experts_per_tok / cfg.n_routed_experts * room * 4
         elif spec.kind in ("matrix", "router"):
-            each, times = tokens, (3 if name == "down" else 4) - (not trains)
-            if name in ("k_up", "v_up") and cfg.attention == "dense":
-                each *= sizes["context"]  # every device makes the keys of the whole row
-            if name in ("q_up", "k_up", "v_up", "out"):
-                each *= count * piece / own
-                times += count > 1 and name != "out"
-            parts["attention" if "attention" in str(path) else "other layers"] += 2 * size * each * steps * times
+            times = 3 if path[-1] == "down" else 4
+            if path[-1] in ("k_up", "v_up") and cfg.attention == "dense":
+                times *= sizes["context"]  # every device makes the keys of the whole row
+            if path[-1] in ("q_up", "k_up", "v_up", "out"):
+                times = (times + (count > 1 and path[-1] != "out")) * count * piece / own
+            parts["attention" if "attention" in path else "other layers"] += flops * times
         if trains and spec.kind == "matrix":
-            parts["Muon"] += _muon_flops(spec, shape, devices // (sizes["expert"] if "experts" in spec.axes else 1), sizes)
+            parts["Muon"] += _muon_flops(spec, shapes[path].shape, sizes)
     if cfg.attention == "dense":
-        layers = cfg.num_hidden_layers + mtp_steps
-        forward = cfg.qk_head_dim + cfg.v_head_dim
-        backward = 3 * cfg.qk_head_dim + 2 * cfg.v_head_dim
-        parts["attention"] += layers * tokens * keys * 2 * cfg.num_attention_heads * (2 * forward + backward)
+        layers = cfg.num_hidden_layers + loss.mtp_steps
+        widths = 2 * (cfg.qk_head_dim + cfg.v_head_dim) + 3 * cfg.qk_head_dim + 2 * cfg.v_head_dim
+        parts["attention"] += layers * tokens * keys * 2 * cfg.num_attention_heads * widths
     return parts
 
 
-def kernel_flops(cfg: ModelConfig, freeze: tuple[str, ...], tokens: float, seq_len: int, mtp_steps: int) -> float:
-    """FLOPs of the kernels of sparse attention in a step under remat=block: index scores of all visible keys, attention to the
-    selected ones twice forward and once backward, and with it the indexer's loss. What a tile of queries computes for the
+def kernel_flops(cfg: ModelConfig, freeze: tuple[str, ...], tokens: float, seq_len: int, mtp_steps: int, forward: int) -> float:
+    """FLOPs of the kernels of sparse attention in a step: index scores of all visible keys, attention to the selected ones
+    and with it the indexer's loss, `forward` times forward and once backward. What a tile of queries computes for the
     selections of its neighbours comes on top (experiments/kernels/roofline.py)."""
     if cfg.attention == "dense" or seq_len <= cfg.index_topk:
         return 0.0
@@ -120,11 +110,11 @@ def kernel_flops(cfg: ModelConfig, freeze: tuple[str, ...], tokens: float, seq_l
     selecting = sum(full for _, full in cfg.layer_kinds) + (1 if cfg.index_share_for_mtp_iteration else mtp_steps)
     k = cfg.index_topk
     chosen = (k * (k + 1) / 2 + (seq_len - k) * k) / seq_len
-    width, rank = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.kv_lora_rank
+    width, rank, heads = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.kv_lora_rank, 2 * cfg.num_attention_heads
     index = 2 * cfg.index_n_heads * cfg.index_head_dim
-    attention = 2 * cfg.num_attention_heads * (2 * (width + rank) + 3 * width + 2 * rank)
+    attention = heads * (forward * (width + rank) + 3 * width + 2 * rank)
     if "indexer" not in freeze:
-        attention += 2 * cfg.num_attention_heads * width + 4 * index
+        attention += forward * (heads * width + index) + 3 * index
     return tokens * (selecting * index * (seq_len + 1) / 2 + layers * chosen * attention)
 
 
@@ -136,40 +126,36 @@ def decode_flops(model: Glm5, experts: int, rows: float, seq_len: int) -> tuple[
       experts: devices over which the experts are spread. Between each two of them travel at least 8 rows, and the kernels fill
         what arrives up to 128.
     """
-    cfg, x = model.cfg, model.cfg.num_experts_per_tok
-    shapes = jax.tree.map(lambda a: a.shape, split(model)[1])
-    leaves = zip(
-        jax.tree.leaves(specs(model), is_leaf=lambda leaf: isinstance(leaf, Spec)),
-        jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)),
-    )
-    parts, useful = dict.fromkeys(("experts", "other layers", "head"), 0.0), 0.0
+    cfg, x, shapes = model.cfg, model.cfg.num_experts_per_tok, flat(split(model)[1])
+    parts, useful = dict.fromkeys(("attention", "experts", "other layers", "head"), 0.0), 0.0
     picks = rows * x if experts == 1 else experts * 8 * math.ceil(rows * x / experts * 1.25 / 8)
     picks = 128 * math.ceil(picks / 128)
-    for spec, shape in leaves:
+    for path, spec in flat(specs(model)).items():
         unused = spec.part == "mtp" or (spec.part == "indexer" and cfg.attention == "dense")
         if unused or spec.kind not in ("matrix", "router", "head"):
             continue
-        size = 2 * math.prod(shape)
+        size = 2.0 * shapes[path].size
         if "experts" in spec.axes and spec.kind == "matrix":
             parts["experts"] += size / cfg.n_routed_experts * picks
             useful += size / cfg.n_routed_experts * rows * x
         else:
-            parts["head" if spec.kind == "head" else "other layers"] += size * rows
+            parts["head" if spec.kind == "head" else "attention" if "attention" in path else "other layers"] += size * rows
             useful += size * rows
     width, rank = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.kv_lora_rank
     attention = rows * 2 * cfg.num_attention_heads * (width + rank) * cfg.num_hidden_layers
     if cfg.attention == "dense":
-        parts["attention"] = attention * seq_len
+        parts["attention"] += attention * seq_len
         return parts, 0.0, useful + attention * seq_len
     index = rows * 2 * cfg.index_n_heads * cfg.index_head_dim * seq_len * sum(full for _, full in cfg.layer_kinds)
     kernels = index + attention * min(cfg.index_topk, seq_len)
     return parts, kernels, useful + kernels
 
 
-def _muon_flops(spec: Spec, shape: tuple[int, ...], devices: int, sizes: dict[str, int]) -> float:
+def _muon_flops(spec: Spec, shape: tuple[int, ...], sizes: dict[str, int]) -> float:
     """Newton-Schulz of the matrices of a parameter that one of the devices that share them takes."""
     outputs = tuple(at for at in spec.outputs if at != spec.heads)
     fan_in, fan_out = (math.prod(shape[at] for at in dims) for dims in (spec.inputs, outputs))
-    count = math.prod(shape) // (fan_in * fan_out) // (sizes["expert"] if "experts" in spec.axes else 1)
+    apart = sizes["expert"] if "experts" in spec.axes else 1  # devices that hold other matrices
+    count, devices = math.prod(shape) // (fan_in * fan_out) // apart, math.prod(sizes.values()) // apart
     m, n = sorted((fan_in, fan_out))
     return math.ceil(count / devices) * 5 * (4 * m * m * n + 2 * m**3)
