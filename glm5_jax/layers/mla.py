@@ -197,7 +197,9 @@ def pieces(cfg: ModelConfig, rows: float, t: int) -> tuple[int, int]:
     """(how many pieces `Mla` takes T tokens of that many rows in under sparse attention, tokens of each)."""
     itemsize = jnp.dtype(cfg.dtype).itemsize
     most = int(_ABSORBED_BYTES / (rows * cfg.num_attention_heads * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * itemsize))
-    size = t if t <= most else _piece(t, most)
+    if t <= most:
+        return 1, t
+    size = _piece(t, most)
     return -(-t // size), size
 
 
