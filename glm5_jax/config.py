@@ -61,7 +61,9 @@ class ModelConfig:
     attention: Literal["sparse", "dense"] = "sparse"  # sparse = attend to the indexer's top-k; dense = to all visible keys
     sparse_implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"  # of the sparse attention; see README
     query_chunk: int = 512  # queries handled at once by attention; bounds its memory to query_chunk x S
-    remat: Literal["none", "block"] = "none"  # block = recompute each layer's activations in the backward pass
+    # block = recompute each layer's activations in the backward pass, from its input; offload = the same, and what the layers
+    # keep for it waits in the host's memory
+    remat: Literal["none", "block", "offload"] = "none"
     dtype: str = "float32"  # dtype of the matrix products; parameters keep their own
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from glm5_jax.compiling import jit
@@ -113,6 +114,7 @@ class Group(nnx.Module):
 
         def body(carry, scanned):
             x, selection = carry
+            x = checkpoint_name(x, "layer_input")
             params, keys = scanned
             params = whole(params, self.cfg.dtype)
             new_keys, aux = [], []
@@ -124,8 +126,7 @@ class Group(nnx.Module):
             carry = (x, selection if shares else NOTHING)
             return carry, (None if keys is None else tuple(new_keys), aux)
 
-        if self.cfg.remat == "block":
-            body = recompute(body, prevent_cse=False)
+        body = recompute(body, self.cfg.remat, prevent_cse=False)
         if not jax.tree.leaves(selection) and self.blocks[0].attention.indexer is not None:
             # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
             first = jax.eval_shape(lambda: body((x, NOTHING), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])

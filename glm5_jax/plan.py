@@ -26,7 +26,7 @@ from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.layers.mla import pieces
 from glm5_jax.model import Cache, abstract, empty_cache, merge, template
-from glm5_jax.program import by_axes, collectives, products
+from glm5_jax.program import by_axes, collectives, instructions
 from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, local, make_mesh, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
 from glm5_jax.sparse.dense import mean_turns
@@ -77,6 +77,7 @@ class PlanOptions:
     batch: int = 0  # rows of a step; 0 = one for each data x expert
     micro: int = 0  # rows whose activations exist at once, over all devices; 0 = all of the batch
     mtp_steps: int = 3  # tokens beyond the next one to predict
+    remat: Literal["block", "offload"] = "block"  # offload = what layers keep for the backward pass waits in the host's memory
     layers: int = 0  # decoder layers; 0 = those of the preset
     hlo: str = ""  # file for the compiled program's text
     json: bool = False  # end with one line of JSON
@@ -122,7 +123,7 @@ def training_config(cfg: ModelConfig, options: PlanOptions) -> tuple[ModelConfig
     """(network, loss, frozen parts) of a stage."""
     sparse = options.stage == "dsa_sparse"
     layers = {"num_hidden_layers": options.layers} if options.layers else {}
-    cfg = dataclasses.replace(cfg, attention="sparse" if sparse else "dense", remat="block", dtype="bfloat16", **layers)
+    cfg = dataclasses.replace(cfg, attention="sparse" if sparse else "dense", remat=options.remat, dtype="bfloat16", **layers)
     check(
         options.seq <= cfg.max_position_embeddings,
         f"seq={options.seq}: the position limit is {cfg.max_position_embeddings}",
@@ -139,7 +140,8 @@ class Program:
       lowered: jax.stages.Lowered. held: what -> abstract arrays with shardings that the step is given.
       rows, micro_rows: of the whole batch, and how many of them at once. kept: bytes of activations for the backward pass.
       expected: part of the network -> FLOPs of its products by closed form. kernels: those of the kernels of sparse attention.
-      useful: FLOPs of the model itself. turns: see `program.products`. read: bytes of HBM that the step cannot but read.
+      kernel_bytes: of HBM that these kernels read, 0 where their products take longer. useful: FLOPs of the model itself.
+      turns: see `program.products`.
     """
 
     lowered: jax.stages.Lowered
@@ -150,9 +152,9 @@ class Program:
     kept: float
     expected: dict[str, float]
     kernels: float
+    kernel_bytes: float
     useful: float
     turns: dict[str, float]
-    read: float
 
 
 def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh: Mesh, options: PlanOptions) -> Program:
@@ -183,9 +185,9 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
         kept=kept_activations(cfg, micro / groups, options.seq / sizes["context"]),
         expected=step_flops(model, freeze, sizes, micro, batch // micro, options.seq, loss, turns["visible_keys"] * key_block),
         kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp, forward=3 if many > 1 else 2),
+        kernel_bytes=0.0,
         useful=tokens * flops_per_token(model, options.seq, mtp),
         turns=turns | {"more_rounds": 0},  # of experts: none under even routing
-        read=bytes_per_device(state),
     )  # fmt: skip
 
 
@@ -221,7 +223,7 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
     width += options.seq * cfg.index_head_dim * sum(full for _, full in cfg.layer_kinds)
     return Program(
         lowered, {"parameters": params, "cache": cache}, mesh, batch, batch, kept=0.0, expected=parts, kernels=kernels,
-        useful=useful, turns={"more_rounds": 0}, read=bytes_per_device(params) + mine * width * 2,
+        kernel_bytes=mine * width * 2, useful=useful, turns={"more_rounds": 0},
     )  # fmt: skip
 
 
@@ -251,13 +253,13 @@ def dtypes(tree) -> str:
 
 
 def kept_activations(cfg: ModelConfig, rows: float, seq: float) -> float:
-    """Bytes that the forward pass keeps for the backward pass of `rows` x `seq` tokens of a device under remat=block: the
-    input of each layer, its selected positions and its tokens' experts."""
+    """Bytes of the device that the forward pass keeps for the backward pass of `rows` x `seq` of its tokens: each layer's input
+    and selected positions (not under remat=offload) and its tokens' experts."""
     kinds = cfg.layer_kinds
     layers = len(kinds) * cfg.hidden_size * 2
     chosen = sum(full for _, full in kinds) * min(cfg.index_topk, seq) * 4 if cfg.attention == "sparse" else 0
     experts = sum(ffn == "moe" for ffn, _ in kinds) * cfg.num_experts_per_tok * 4
-    return rows * seq * (layers + chosen + experts)
+    return rows * seq * (experts + (0 if cfg.remat == "offload" else layers + chosen))
 
 
 def memory(program: Program, compiled: jax.stages.Compiled, chip: Chip) -> dict[str, float]:
@@ -272,6 +274,7 @@ def memory(program: Program, compiled: jax.stages.Compiled, chip: Chip) -> dict[
         "temporaries": analysis.temp_size_in_bytes, **kept,
         "new results": new,
         "used": used,
+        **({"host": analysis.host_temp_size_in_bytes} if analysis.host_temp_size_in_bytes else {}),
         "memory": chip.memory,
         "headroom": 1 - used / chip.memory,
     }  # fmt: skip
@@ -334,22 +337,25 @@ def plan(preset: str, cfg: ModelConfig, options: PlanOptions) -> tuple[dict, str
 
 
 def costs(program: Program, text: str, chip: Chip) -> dict:
-    """FLOPs, bytes sent and times of a compiled step, for each device."""
-    flops = sum(p.flops * p.times for p in products(text, program.turns))
+    """FLOPs, bytes moved and sent, and times of a compiled step, for each device.
+
+    Without overlap each instruction takes what its products or its bytes of HBM take, whichever is longer, and links wait for
+    it; with full overlap products, HBM and links are three queues that never wait for each other.
+    """
+    found = instructions(text, program.turns)
+    flops, moved = sum(i.flops * i.times for i in found), sum(i.bytes * i.times for i in found) + program.kernel_bytes
+    alone = sum(max(i.flops / chip.flops, i.bytes / chip.hbm) * i.times for i in found)
+    alone += max(program.kernels / chip.flops, program.kernel_bytes / chip.hbm)
     sent = by_axes(collectives(text, program.mesh, program.turns))
     times = seconds(sent, chip, program.mesh)
-    work = {
-        "products at peak": (flops + program.kernels) / chip.flops,
-        "arguments from HBM": program.read / chip.hbm,
-        "links": sum(times.values()),
-    }
-    busy = max(work["products at peak"], work["arguments from HBM"])
-    totals = {"without overlap": busy + work["links"], "full overlap": max(busy, work["links"])}
+    work = {"products": (flops + program.kernels) / chip.flops, "HBM": moved / chip.hbm, "links": sum(times.values())}
+    totals = {"without overlap": alone + work["links"], "full overlap": max(work.values())}
     return {
         "flops": {
             "compiled": flops, "closed form": sum(program.expected.values()), "parts": program.expected,
             "kernels": program.kernels, "of the model": program.useful,
         },
+        "moved": moved,
         "sent": [
             {"kind": kind, "axes": list(axes), "runs": runs, "bytes": size, "seconds": times[kind, axes]}
             for (kind, axes), (runs, size) in sent.items()
@@ -389,6 +395,8 @@ def table(result: dict) -> str:
         lines.append(f"  {'of sparse attention':<26}{flops['kernels'] / 1e12:>10.1f}  (its Pallas kernels, by closed form)")
     lines += [
         f"  {'of the model':<26}{model / 1e12:>10.1f}  (without recomputation and optimizer)",
+        "",
+        f"{'read and written in HBM, GB':<28}{result['moved'] / 1e9:>10.1f}",
         "",
         f"{'sent by each device':<20}{'over':<24}{'runs':>8}{'GB':>10}{'s':>10}",
     ]

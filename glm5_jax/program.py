@@ -1,5 +1,5 @@
-"""What a compiled program computes and sends, read from its text: products with their FLOPs, collectives with mesh axes and
-bytes.
+"""What a compiled program computes, moves and sends, read from its text: products with their FLOPs, instructions with their
+bytes of memory, collectives with mesh axes and bytes.
 
 XLA's own cost analysis counts the body of a loop once and says nothing of axes. Here a body counts as often as it runs, where
 that is a constant; for loops whose length depends on data the caller says how often they run on average.
@@ -17,7 +17,15 @@ _BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
     "s64": 8, "u64": 8, "f64": 8, "c64": 8, "f8e4m3fn": 1, "f8e5m2": 1,
 }  # fmt: skip
+_INSTRUCTION = re.compile(r"(.*?) ([a-z-]+)\((.*?)\)")  # type, kind, operands
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")  # type, sizes, layout
+_CALLERS = re.compile(r" (while|conditional|call|call-start|async-start)\(")  # run the computations that they name
 _CALLS = r"(calls|to_apply|body|condition|branch_computations|\w+_computation)"
+# What moves nothing itself: names of values, waiting for what a "-start" began, and calls, whose bodies are looked at.
+_STILL = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota", "while",
+    "conditional", "call", "call-start", "async-start", "opt-barrier", "add-dependency", "get-dimension-size",
+)  # fmt: skip
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -65,13 +73,50 @@ def products(text: str, turns: dict[str, float] | None = None) -> list[Product]:
     for computation, times, bounded in _visits(computations, entry, turns or {}):
         lines = computations[computation]
         for line in lines.values():
-            match = re.match(r"(.*?) (dot|convolution|custom-call)\((.*?)\)", line)
-            if match is None:
+            match = _INSTRUCTION.match(line)
+            if match is None or match[2] not in _FLOPS:
                 continue
             name = re.search(r'op_name="([^"]*)"', line)
             flops = _FLOPS[match[2]](line, lines, match)
             if flops:
                 found.append(Product(flops, times, bounded, name[1] if name else "", match[1]))
+    return found
+
+
+class Instruction(NamedTuple):
+    """One instruction that a device runs, a fusion counting as one.
+
+    Attributes:
+      flops: of the products in it. bytes: read from and written to the device's main memory in one run; operands and results in
+        a faster memory (TPU: those marked S(1)) count nothing. times, bounded, name, shape: as in `Product`.
+    """
+
+    flops: float
+    bytes: float
+    times: float
+    bounded: bool
+    name: str
+    shape: str
+
+
+def instructions(text: str, turns: dict[str, float] | None = None) -> list[Instruction]:
+    """All instructions with FLOPs or bytes, in the order of the schedule; text and turns as in `products`.
+
+    Of what only slices of an operand are used, the slices count; a kernel counts what it estimates, or else each operand and
+    result once.
+    """
+    computations, entry = _computations(text)
+    found = []
+    for computation, times, bounded in _visits(computations, entry, turns or {}, fused=False):
+        lines = computations[computation]
+        for line in lines.values():
+            match = _INSTRUCTION.match(line)
+            if match is None or match[2] in _STILL or match[2].endswith("-done"):
+                continue
+            name = re.search(r'op_name="([^"]*)"', line)
+            flops, size = _flops_inside(line, lines, match, computations), _moved(line, lines, match, computations)
+            if flops or size:
+                found.append(Instruction(flops, size, times, bounded, name[1] if name else "", match[1]))
     return found
 
 
@@ -115,10 +160,13 @@ def _computations(text: str) -> tuple[dict[str, dict[str, str]], str]:
     return computations, entry
 
 
-def _visits(computations: dict, name: str, turns: dict, times: float = 1, bounded: bool = True):
-    """(computation, how often it runs, whether that is known) for all that `name` calls, itself included."""
+def _visits(computations: dict, name: str, turns: dict, times: float = 1, bounded: bool = True, fused: bool = True):
+    """(computation, how often it runs, whether that is known) for all that `name` calls, itself included; those inside of
+    single instructions (fusions, reductions) only if `fused`."""
     yield name, times, bounded
     for line in computations[name].values():
+        if not fused and not _CALLERS.search(line):
+            continue
         trips = _trips(line, computations, name, turns) if " while(" in line else 1
         for kind, names in re.findall(_CALLS + r"=(\{[^}]*\}|%?[\w.-]+)", line):
             for called in re.findall(r"[\w.-]+", names):
@@ -126,7 +174,7 @@ def _visits(computations: dict, name: str, turns: dict, times: float = 1, bounde
                     continue
                 more, known = (1, False) if trips is None else (trips, True)
                 if more:
-                    yield from _visits(computations, called, turns, times * more, bounded and known)
+                    yield from _visits(computations, called, turns, times * more, bounded and known, fused)
 
 
 def _trips(line: str, computations: dict, caller: str, turns: dict) -> float | None:
@@ -202,6 +250,101 @@ def _kernel_flops(line: str, lines: dict, match) -> float:
 _FLOPS = {"dot": _dot_flops, "convolution": _convolution_flops, "custom-call": _kernel_flops}
 
 
+def _flops_inside(line: str, lines: dict, match, computations: dict) -> float:
+    """FLOPs of an instruction, those of the products in a fusion added up."""
+    if match[2] != "fusion":
+        return _FLOPS[match[2]](line, lines, match) if match[2] in _FLOPS else 0.0
+    inner = computations[_called(line)]
+    matches = ((text, _INSTRUCTION.match(text)) for text in inner.values())
+    return sum(_flops_inside(text, inner, m, computations) for text, m in matches if m)
+
+
+def _moved(line: str, lines: dict, match, computations: dict) -> float:
+    """Bytes of main memory that one run of an instruction reads and writes."""
+    shape, kind, operands = match[1], match[2], _names(match[3])
+    if kind == "fusion":
+        inner = computations[_called(line)]
+        read = sum(_main(lines[name]) and _read(inner, i, computations) for i, name in enumerate(operands))
+        return read + _written(shape, inner, computations)
+    if kind == "custom-call":
+        if estimate := re.search(r'"bytes_accessed":"(\d+)"', line):
+            return float(estimate[1])
+        return 0.0 if "tpu_custom_call" not in line else _main(shape) + sum(_main(lines[name]) for name in operands)
+    if kind.endswith("-start"):  # its result names the source too
+        return _main(shape)
+    if kind in _SLICES:
+        return 2 * _main(shape)
+    if kind in _UPDATES:
+        return 2 * _main(lines[operands[_UPDATES[kind]]])
+    return _main(shape) + sum(_main(lines[name]) for name in operands)
+
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first one, in place
+
+
+def _read(lines: dict, number: int, computations: dict) -> float:
+    """Bytes that a fusion reads of a parameter: all of it, or what its slices take."""
+    name, own = next((n, text) for n, text in lines.items() if f" parameter({number})" in text)
+    return _used(lines, name, _size(_type(own)), computations)
+
+
+def _used(lines: dict, name: str, size: float, computations: dict) -> float:
+    total = 0.0
+    for user, text in lines.items():
+        match = _INSTRUCTION.match(text)
+        if match is None or name not in (operands := _names(match[3])):
+            continue
+        if match[2] in _SLICES and operands[0] == name:
+            total += _size(match[1])
+        elif match[2] in _UPDATES and operands[0] == name:
+            continue
+        elif match[2] == "bitcast":
+            total += _used(lines, user, size, computations)
+        elif match[2] == "fusion":
+            total += sum(_read(computations[_called(text)], i, computations) for i, n in enumerate(operands) if n == name)
+        else:
+            return size
+    return min(size, total)
+
+
+def _written(shape: str, lines: dict, computations: dict) -> float:
+    """Bytes that a fusion of a result type writes: all of it, or what it puts into an operand in place."""
+    roots = [next(text for text in lines.values() if text.endswith(" ROOT"))]
+    match = _INSTRUCTION.match(roots[0])
+    if match[2] == "tuple":
+        roots = [lines[name] for name in _names(match[3])]
+    arrays = [array[0] for array in _ARRAY.finditer(shape)]
+    if len(roots) != len(arrays):
+        return _main(shape)
+    return sum(min(_main(array), _put(text, lines, computations)) for array, text in zip(arrays, roots))
+
+
+def _put(text: str, lines: dict, computations: dict) -> float:
+    match = _INSTRUCTION.match(text)
+    if match[2] == "bitcast":
+        return _put(lines[_names(match[3])[0]], lines, computations)
+    if match[2] in _UPDATES:
+        return _size(_type(lines[_names(match[3])[_UPDATES[match[2]]]]))
+    if match[2] == "fusion":
+        return _written(match[1], computations[_called(text)], computations)
+    return _size(match[1])
+
+
+def _main(text: str) -> float:
+    """Bytes in main memory of an instruction's result, or of a type."""
+    return _size(_type(text), elsewhere="S(")
+
+
+def _type(text: str) -> str:
+    match = _INSTRUCTION.match(text)
+    return match[1] if match else text
+
+
+def _called(line: str) -> str:
+    return re.search(r"calls=%?([\w.-]+)", line)[1]
+
+
 def _groups_by_axes(mesh: Mesh) -> dict[frozenset, tuple[str, ...]]:
     """Groups of devices, by number in the mesh -> the axes along which they differ."""
     numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
@@ -250,10 +393,10 @@ def _turned(shape: list[int], order: str | None) -> np.ndarray:
     return numbers.transpose(_numbers(order)) if order else numbers
 
 
-def _size(shape: str) -> float:
-    """Bytes of all arrays in a type."""
-    arrays = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", shape)
-    return sum(_BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays)
+def _size(shape: str, elsewhere: str = "") -> float:
+    """Bytes of all arrays in a type, or of those whose layout does not name another memory."""
+    arrays = (array for array in _ARRAY.findall(shape) if not elsewhere or elsewhere not in array[2])
+    return sum(_BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims, _ in arrays)
 
 
 def _sent(kind: str, result: float, n: int) -> float:

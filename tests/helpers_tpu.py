@@ -30,13 +30,15 @@ def tpu_sharding(topology: str) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def compile_for(function, *shapes, topology: str) -> jax.stages.Compiled:
+def compile_for(function, *shapes, topology: str, donate_argnums=()) -> jax.stages.Compiled:
     """Compiles function for one device of a topology; works while JAX_PLATFORMS is cpu.
 
     Args:
       function: takes arrays. shapes: pytrees of `jax.ShapeDtypeStruct`, its arguments. topology: one of `TOPOLOGIES`.
+      donate_argnums: as in `jax.jit`.
     """
     sharding = tpu_sharding(topology)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # how kernels learn the chip's facts
-        return jax.jit(function, out_shardings=sharding).lower(*shapes).compile()
+        jitted = jax.jit(function, out_shardings=sharding, donate_argnums=donate_argnums)
+        return jitted.lower(*shapes).compile()

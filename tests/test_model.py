@@ -95,8 +95,9 @@ def gradients(micro, tokens):
 SHARE = {"num_hidden_layers": 5, "indexer_types": ("full", "shared", "shared", "full", "shared")}
 
 
-def test_remat_gives_the_same_gradients_bit_for_bit_under_index_share(gradients):
-    plain, recomputed = gradients(**SHARE), gradients(**SHARE, remat="block")
+@pytest.mark.parametrize("remat", ["block", "offload"])
+def test_remat_gives_the_same_gradients_bit_for_bit_under_index_share(gradients, remat):
+    plain, recomputed = gradients(**SHARE), gradients(**SHARE, remat=remat)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.plan import describe
-from glm5_jax.program import collectives, products
+from glm5_jax.program import collectives, instructions, products
 from glm5_jax.sharding.mesh import MeshConfig, make_mesh
 from helpers_tpu import compile_for, need_libtpu
 
@@ -40,6 +40,28 @@ def test_a_loop_of_unknown_length_counts_as_told():
     (once,) = products(text)
     assert not once.bounded and once.times == 1 and once.flops == 2 * 8 * 16 * 16
     assert total(products(text, {"climb": 2.5})) == 2.5 * once.flops and not products(text, {"climb": 0})
+
+
+MIB = 1 << 20
+
+
+def moves(x, w, table, rows):
+    """A product with each of 3 weights, sums of 256 rows, 128 rows written into a table that is given back."""
+    y = jax.lax.scan(lambda y, w: (jax.nn.relu(y @ w), None), x, w)[0]
+    sums = jnp.sum(jnp.take(table, rows, axis=0), axis=1)
+    return y, sums, jax.lax.dynamic_update_slice(table, jnp.ones((128, table.shape[1]), table.dtype), (rows[0], 0))
+
+
+@pytest.mark.tpu_compile
+def test_bytes_are_those_of_slices_and_of_loops():
+    """Weights are read once in each turn, a table only where rows of it are taken or written."""
+    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731
+    shapes = shape(64, 4096), shape(3, 4096, 4096), shape(32768, 4096), shape(256, dtype=jnp.int32)
+    found = instructions(compile_for(moves, *shapes, topology="v5p:2x2x1", donate_argnums=2).as_text())
+    assert all(i.bounded for i in found)
+    assert sum(i.flops * i.times for i in found) == 3 * 2 * 64 * 4096**2
+    moved, weights, rows = sum(i.bytes * i.times for i in found), 3 * 32 * MIB, (256 + 128) * 4096 * 2
+    assert weights + rows <= moved <= 1.1 * weights + 3 * rows  # the table has 256 MiB
 
 
 @pytest.mark.tpu_compile

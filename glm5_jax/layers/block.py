@@ -115,10 +115,24 @@ class Block(nnx.Module):
         return Selection(chosen, index if "index_kl" in collect else None), scores
 
 
-def recompute(fn: Callable, prevent_cse: bool = True) -> Callable:
-    """fn whose backward pass computes it again; it does not choose again: selections and expert choices are kept."""
-    kept = jax.checkpoint_policies.save_only_these_names("selected", "expert_ids")
-    return jax.checkpoint(fn, policy=kept, prevent_cse=prevent_cse)
+def recompute(fn: Callable, remat: str, prevent_cse: bool = True) -> Callable:
+    """fn whose backward pass computes it again; it does not choose again: selections and expert choices are kept.
+
+    Args:
+      fn: names what is large of that it needs for this, `checkpoint_name(x, "layer_input")`. remat: see `ModelConfig`; under
+        "offload" selections and what is so named wait in the host's memory.
+    """
+    if remat == "none":
+        return fn
+    policy = jax.checkpoint_policies.save_only_these_names("selected", "expert_ids")
+    if remat == "offload":
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["expert_ids"],
+            names_which_can_be_offloaded=["layer_input", "selected"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
 
 
 def make_context(rows: Rows, key_segment: jax.Array, positions: jax.Array, cfg: ModelConfig) -> Context:

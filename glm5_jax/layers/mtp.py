@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.layers.block import NOTHING, Block, make_context, recompute
@@ -80,6 +81,7 @@ class Mtp(nnx.Module):
 
         def step(selection, keys, reuse, hidden, inputs):
             embedded, segment = inputs
+            hidden = checkpoint_name(hidden, "layer_input")
             x = jnp.concatenate(
                 [
                     rms_norm(embedded, self.embed_norm[...], cfg.rms_norm_eps),
@@ -93,7 +95,7 @@ class Mtp(nnx.Module):
             hidden = rms_norm(x, self.norm[...], cfg.rms_norm_eps)
             return MtpStep(hidden, chosen.positions, aux), chosen, used
 
-        recomputed = recompute if cfg.remat == "block" else lambda fn: fn
+        recomputed = functools.partial(recompute, remat=cfg.remat)
         results, selection, keys, shared = [], NOTHING, None, False
         if cfg.index_share_for_mtp_iteration or cfg.mtp_share_kv:  # step 1 chooses for all
             first = recomputed(functools.partial(step, NOTHING, None, False))

@@ -89,6 +89,7 @@ def budget(model) -> dict:
     most["all-to-all", ("expert",)] = (CFG.num_hidden_layers - 1) * room * (5 * d * wide + 6 * wide)
     most["all-reduce", EVERY] = 2 * (vectors + 200 * wide)
     most["all-reduce", ("context",)] = most["all-reduce", ("data", "expert")] = 1500
+    most["all-reduce", ("data", "context")] = most["all-reduce", ("expert",)] = 2 * 30 * wide  # sums of squares of experts
     return most
 
 
