@@ -23,8 +23,8 @@ _CALLERS = re.compile(r" (while|conditional|call|call-start|async-start)\(")  # 
 _CALLS = r"(calls|to_apply|body|condition|branch_computations|\w+_computation)"
 # What moves nothing itself: names of values, waiting for what a "-start" began, and calls, whose bodies are looked at.
 _STILL = (
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota", "while",
-    "conditional", "call", "call-start", "async-start", "opt-barrier", "add-dependency", "get-dimension-size",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
+    "while", "conditional", "call", "call-start", "async-start", "opt-barrier", "add-dependency", "get-dimension-size",
 )  # fmt: skip
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 

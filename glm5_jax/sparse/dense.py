@@ -8,6 +8,7 @@ scores around first.
 """
 
 import functools
+import importlib
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from glm5_jax.compiling import target_platform
 from glm5_jax.layers.norm import at_least_float32
 from glm5_jax.sparse.indexer import Index
-from glm5_jax.sparse.masks import Rows, in_query_blocks, softmax_weights, visible
+from glm5_jax.sparse.masks import Rows, in_query_blocks, real, softmax_weights, visible
 from glm5_jax.sparse.topk import MASKED
 
 
@@ -39,14 +40,20 @@ def dense(q, k, v, rows: Rows, key_segment, scale: float, block: int):
       ([B,T,N,V] in v.dtype, logarithm of the softmax's sum float32 or wider [B,T,N], largest attention logit). The last two
       have no gradient. A token without visible keys, padding, gets 0 and `MASKED`/2.
     """
-    q, k, v = _real(rows.segment, q), _real(key_segment, k), _real(key_segment, v)
-    out, lse, top = _dense(scale, _tiles(q.shape[1], q.shape[2], block), q, k, v, rows, key_segment)
+    q, k, v = real(rows.segment, q), real(key_segment, k), real(key_segment, v)
+    tiles, (t, n), s = _tiles(q.shape[1], q.shape[2], block), q.shape[1:3], k.shape[1]
+    if target_platform() == "tpu" and _kernels().why_not(q, v) is None:
+        turns, _ = mean_turns(s, max(1, s // t), n, block)
+        seen = turns["visible_keys"] * tiles.keys
+        out, lse, top = _kernels().flash(q, k, v, rows, key_segment, scale, (tiles.queries, tiles.keys), seen)
+    else:
+        out, lse, top = _dense(scale, tiles, q, k, v, rows, key_segment)
     return out, jax.lax.stop_gradient(lse), jax.lax.stop_gradient(top)
 
 
-def _real(segment, x):
-    """x [B,T,...], 0 for padding: that has weight 0, but 0 * NaN would still leak out of it."""
-    return jnp.where((segment != 0).reshape(*segment.shape, *[1] * (x.ndim - 2)), x, 0)
+def _kernels():
+    """The Pallas kernels; imported late, because Pallas takes a second to import and only TPUs need it."""
+    return importlib.import_module("glm5_jax.sparse.kernels.flash")
 
 
 def _tiles(t: int, n: int, block: int) -> Tiles:
@@ -103,7 +110,7 @@ def _attend(scale, tiles, q, k, v, tokens, i):
 
 def _backward(scale, tiles, saved, cotangents):
     q, k, v, rows, key_segment, out, lse = saved
-    d_out = _real(rows.segment, cotangents[0])
+    d_out = real(rows.segment, cotangents[0])
     inner = jnp.sum(d_out.astype(lse.dtype) * out, axis=-1)
 
     def some_heads(x):
@@ -158,8 +165,8 @@ def dense_kl(q, k, lse, index: Index, rows: Rows, key_segment, scale: float, blo
       float32 or wider [B,T]; 0 for padding. Gradients reach `index` only.
     """
     q, k, lse = jax.lax.stop_gradient((q, k, lse))
-    q, k = _real(rows.segment, q), _real(key_segment, k)
-    index = Index(_real(rows.segment, index.q), _real(key_segment, index.k), _real(rows.segment, index.w))
+    q, k = real(rows.segment, q), real(key_segment, k)
+    index = Index(real(rows.segment, index.q), real(key_segment, index.k), real(rows.segment, index.w))
     return _kl(scale, _tiles(q.shape[1], q.shape[2], block), q, k, lse, index, rows, key_segment)
 
 
@@ -257,7 +264,7 @@ def _kl_forward(scale, tiles, q, k, lse, index, rows, key_segment):
 def _kl_backward(scale, tiles, saved, d_kl):
     *arguments, index_lse = saved
     parts, index, rows, key_segment = _parts(tiles, *arguments), *arguments[3:]
-    d_kl = _by_heads(tiles._replace(heads=1), _real(rows.segment, d_kl)[..., None])[0]
+    d_kl = _by_heads(tiles._replace(heads=1), real(rows.segment, d_kl)[..., None])[0]
 
     def some_queries(d_k, x):
         i, index_lse = x

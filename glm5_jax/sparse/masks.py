@@ -24,6 +24,11 @@ def visible(rows: Rows, key_segment: jax.Array) -> jax.Array:
     return causal & same
 
 
+def real(segment, x):
+    """x [B,T,...], 0 for padding: that has weight 0, but 0 * NaN would still leak out of it."""
+    return jnp.where((segment != 0).reshape(*segment.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
 def softmax_weights(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Softmax over the last axis where mask holds, its division left to be done after the product with the values.
 

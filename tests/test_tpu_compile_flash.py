@@ -1,0 +1,47 @@
+"""The Pallas kernels of attention to all visible keys compile for real TPUs at GLM-5's widths, and keep scores out of HBM."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from glm5_jax.program import instructions
+from glm5_jax.sparse.dense import dense
+from glm5_jax.sparse.masks import Rows
+from helpers_tpu import TOPOLOGIES, compile_for
+
+pytestmark = pytest.mark.tpu_compile
+
+N, H, V = 64, 256, 256
+
+
+def gradients(q, k, v, slot, segment, keys, d_out):
+    out, vjp = jax.vjp(lambda *a: dense(*a, Rows(slot, segment), keys, 0.1, 512)[0], q, k, v)
+    return out, vjp(d_out)
+
+
+def compiled(topology, t, s, width=H, dtype=jnp.bfloat16):
+    shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct((1, *dims), dtype)  # noqa: E731
+    ids = [shape(n, dtype=jnp.int32) for n in (t, t, s)]
+    return compile_for(
+        gradients, shape(t, N, width), shape(s, N, width), shape(s, N, V), *ids, shape(t, N, V), topology=topology
+    )
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("t, s, seen", [(4096, 4096, 2.5 * 1024), (8192, 131_072, 64.5 * 1024)], ids=["a row", "a piece"])
+def test_both_kernels_at_the_widths_of_glm5(topology, t, s, seen):
+    """They hold all products: blocks of 1,024 keys before the diagonal and at it. Around them arrays are moved, no scores."""
+    found = instructions(compiled(topology, t, s).as_text())
+    products = [i for i in found if i.flops]
+    assert len(products) == 2 and all("pallas_call" in i.name for i in products)
+    assert sum(i.flops for i in products) == 2 * t * N * seen * (4 * H + 3 * V)
+    assert max(i.bytes for i in found if not i.flops) <= 2 * 2 * N * s * (H + V)  # keys and values, read and written
+
+
+@pytest.mark.parametrize("topology, t, dtype", [("v5p:2x2x1", 16_384, jnp.bfloat16), ("tpu7x:2x2x1", 8192, jnp.float32)])
+def test_the_longest_rows_fit_into_vmem(topology, t, dtype):
+    assert compiled(topology, t, t, dtype=dtype).as_text().count("tpu_custom_call") == 2
+
+
+def test_other_widths_take_the_loops_of_xla():
+    assert "tpu_custom_call" not in compiled("v5p:2x2x1", 1024, 1024, width=192).as_text()
