@@ -140,8 +140,7 @@ class Program:
       lowered: jax.stages.Lowered. held: what -> abstract arrays with shardings that the step is given.
       rows, micro_rows: of the whole batch, and how many of them at once. kept: bytes of activations for the backward pass.
       expected: part of the network -> FLOPs of its products by closed form. kernels: those of the kernels of sparse attention.
-      kernel_bytes: of HBM that these kernels read, 0 where their products take longer. useful: FLOPs of the model itself.
-      turns: see `program.products`.
+      useful: FLOPs of the model itself. turns: see `program.products`.
     """
 
     lowered: jax.stages.Lowered
@@ -152,7 +151,6 @@ class Program:
     kept: float
     expected: dict[str, float]
     kernels: float
-    kernel_bytes: float
     useful: float
     turns: dict[str, float]
 
@@ -185,7 +183,6 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
         kept=kept_activations(cfg, micro / groups, options.seq / sizes["context"]),
         expected=step_flops(model, freeze, sizes, micro, batch // micro, options.seq, loss, turns["visible_keys"] * key_block),
         kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp, forward=3 if many > 1 else 2),
-        kernel_bytes=0.0,
         useful=tokens * flops_per_token(model, options.seq, mtp),
         turns=turns | {"more_rounds": 0},  # of experts: none under even routing
     )  # fmt: skip
@@ -219,11 +216,9 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
         lowered = jax.jit(run, donate_argnums=2).lower(params, tokens, cache)
     mine = batch / groups
     parts, kernels, useful = decode_flops(placed, mesh.shape["expert"], mine, options.seq)
-    width = min(cfg.index_topk, options.seq) * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * cfg.num_hidden_layers
-    width += options.seq * cfg.index_head_dim * sum(full for _, full in cfg.layer_kinds)
     return Program(
         lowered, {"parameters": params, "cache": cache}, mesh, batch, batch, kept=0.0, expected=parts, kernels=kernels,
-        kernel_bytes=mine * width * 2, useful=useful, turns={"more_rounds": 0},
+        useful=useful, turns={"more_rounds": 0},
     )  # fmt: skip
 
 
@@ -343,9 +338,9 @@ def costs(program: Program, text: str, chip: Chip) -> dict:
     it; with full overlap products, HBM and links are three queues that never wait for each other.
     """
     found = instructions(text, program.turns)
-    flops, moved = sum(i.flops * i.times for i in found), sum(i.bytes * i.times for i in found) + program.kernel_bytes
+    flops, moved = sum(i.flops * i.times for i in found), sum(i.bytes * i.times for i in found)
     alone = sum(max(i.flops / chip.flops, i.bytes / chip.hbm) * i.times for i in found)
-    alone += max(program.kernels / chip.flops, program.kernel_bytes / chip.hbm)
+    alone += program.kernels / chip.flops
     sent = by_axes(collectives(text, program.mesh, program.turns))
     times = seconds(sent, chip, program.mesh)
     work = {"products": (flops + program.kernels) / chip.flops, "HBM": moved / chip.hbm, "links": sum(times.values())}

@@ -178,3 +178,5 @@ def test_memory_grows_linearly_with_the_length_of_a_row():
     (half, _), (all_, largest) = measure(16_384), measure(32_768)
     assert all_ <= 2.2 * half
     assert largest < 32_768**2
+    (longest, largest), t = measure(202_752), 202_752  # GLM-5's limit
+    assert longest <= 1.1 * t / 32_768 * all_ and largest < t**2 // 100
