@@ -214,8 +214,7 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
     run = local(step, mesh, (cuts, rows, places), (rows, places))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(run, donate_argnums=2).lower(params, tokens, cache)
-    mine = batch / groups
-    parts, kernels, useful = decode_flops(placed, mesh.shape["expert"], mine, options.seq)
+    parts, kernels, useful = decode_flops(placed, mesh.shape["expert"], batch / groups, options.seq)
     return Program(
         lowered, {"parameters": params, "cache": cache}, mesh, batch, batch, kept=0.0, expected=parts, kernels=kernels,
         useful=useful, turns={"more_rounds": 0},
