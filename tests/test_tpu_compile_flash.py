@@ -7,7 +7,7 @@ import pytest
 from glm5_jax.program import instructions
 from glm5_jax.sparse.dense import dense
 from glm5_jax.sparse.masks import Rows
-from helpers_tpu import TOPOLOGIES, compile_for
+from helpers_tpu import TOPOLOGIES, compile_for, tpu_sharding
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -27,8 +27,10 @@ def compiled(topology, t, s, width=H, dtype=jnp.bfloat16):
     )
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("t, s, seen", [(4096, 4096, 2.5 * 1024), (8192, 131_072, 64.5 * 1024)], ids=["a row", "a piece"])
+ROW, PIECE = (4096, 4096, 2.5 * 1024), (8192, 131_072, 64.5 * 1024)
+
+
+@pytest.mark.parametrize("topology, t, s, seen", [*((topology, *ROW) for topology in TOPOLOGIES), (TOPOLOGIES[0], *PIECE)])
 def test_both_kernels_at_the_widths_of_glm5(topology, t, s, seen):
     """They hold all products: blocks of 1,024 keys before the diagonal and at it. Around them arrays are moved, no scores."""
     found = instructions(compiled(topology, t, s).as_text())
@@ -44,4 +46,10 @@ def test_the_longest_rows_fit_into_vmem(topology, t, dtype):
 
 
 def test_other_widths_take_the_loops_of_xla():
-    assert "tpu_custom_call" not in compiled("v5p:2x2x1", 1024, 1024, width=192).as_text()
+    def kernels(width):
+        shape = lambda n: jax.ShapeDtypeStruct((1, 1024, N, n), jnp.bfloat16)  # noqa: E731
+        ids = [jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 3
+        with jax.sharding.use_abstract_mesh(tpu_sharding(TOPOLOGIES[0]).mesh.abstract_mesh):
+            return str(jax.make_jaxpr(gradients)(shape(width), shape(width), shape(V), *ids, shape(V))).count("pallas_call")
+
+    assert kernels(256) == 2 and kernels(192) == 0
