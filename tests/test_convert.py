@@ -147,12 +147,15 @@ def test_fp8_is_dequantised_on_the_way_to_a_run(wide, tmp_path, pieces):
         np.testing.assert_array_equal(out.read(name), expected, err_msg=name)
 
 
-@pytest.mark.parametrize("rows, columns", [(1, 1), (128, 128), (129, 127), (576, 300)])
+@pytest.mark.parametrize("rows, columns", [(1, 1), (128, 128), (129, 127), (576, 300), (130, 1030), (3, 2048)])
 def test_quantised_values_come_back_to_half_a_step(rows, columns):
     rng = np.random.default_rng(rows)
     values = (rng.standard_normal((rows, columns)) * np.exp(rng.standard_normal((rows, 1)))).astype(np.float32)
     values[: rows // 3] = 0  # the first blocks of (576, 300) hold nothing else
     stored, scales = quantise(values)
+    for i, j in np.ndindex(scales.shape):
+        largest = np.abs(values[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]).max()
+        assert scales[i, j] == pytest.approx(largest / 448 if largest else 1, rel=1e-6)
     step = np.repeat(np.repeat(scales, 128, 0)[:rows], 128, 1)[:, :columns]
     error = np.abs(dequantise(stored, scales).astype(np.float64) - values)
     assert np.all(error <= np.maximum(np.abs(values) / 16, step / 1024) * (1 + 1e-6))
