@@ -35,6 +35,7 @@ from glm5_jax.train.optimizer import OptimizerConfig, make_optimizer
 from glm5_jax.train.step import LossConfig, Rates, flat, init_state, make_step, state_specs, trainable_specs
 
 GIB = 1 << 30
+MOST_SLICES = 256  # libtpu takes minutes to describe more
 HEADROOM = 0.1  # of a device's memory: what a run needs besides the step, and what fragments
 
 
@@ -82,6 +83,13 @@ class PlanOptions:
     hlo: str = ""  # file for the compiled program's text
     json: bool = False  # end with one line of JSON
 
+    def __post_init__(self):
+        for name, least in dict(slices=1, seq=1, batch=0, micro=0, mtp_steps=0, layers=0).items():
+            check(getattr(self, name) >= least, f"{name}={getattr(self, name)}: must be at least {least}")
+        check(self.slices <= MOST_SLICES, f"slices={self.slices}: more than {MOST_SLICES} are not described")
+        folder = pathlib.Path(self.hlo or ".").absolute().parent
+        check(folder.is_dir() and os.access(folder, os.W_OK), f"hlo={self.hlo}: no directory that can be written to")
+
 
 def parse_mesh(text: str) -> MeshConfig:
     """MeshConfig of "data=8,expert=64,context=1".
@@ -90,7 +98,7 @@ def parse_mesh(text: str) -> MeshConfig:
       UserError: another form, or an unknown axis.
     """
     pairs = [part.split("=") for part in text.split(",") if part]
-    good = all(len(pair) == 2 and pair[0] in ("data", "expert", "context") and pair[1].isdigit() for pair in pairs)
+    good = all(len(pair) == 2 and pair[0] in ("data", "expert", "context") and pair[1].isdecimal() for pair in pairs)
     check(good and len({pair[0] for pair in pairs}) == len(pairs), f"mesh={text}: need data=N,expert=N,context=N")
     return MeshConfig(**{name: int(n) for name, n in pairs})
 
@@ -103,7 +111,6 @@ def describe(topology: str, slices: int = 1) -> tuple[Chip, list]:
     """
     kind = topology.split(":")[0]
     check(kind in CHIPS, f"topology={topology}: the chip is one of {', '.join(CHIPS)}")
-    check(slices >= 1, f"slices={slices}: must be at least 1")
     check(importlib.util.find_spec("libtpu") is not None, "libtpu is not installed: pip install 'glm5_jax[tpu]'")
     chip = CHIPS[kind]
     os.environ.update(  # what libtpu would otherwise ask a TPU machine's metadata server for, or lock a file over

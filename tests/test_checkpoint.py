@@ -235,6 +235,16 @@ def test_run_goes_on_over_a_damaged_step(tmp_path):
     assert_is_step(checkpoints.restore(describe(small(0))), 20)
 
 
+@pytest.mark.parametrize("left", [(), ("_CHECKPOINT_METADATA",)], ids=["nothing", "no digests"])
+def test_a_step_of_which_a_power_cut_left_no_digests_is_passed_over(tmp_path, left):
+    run_with_steps(tmp_path, 10)
+    newest = tmp_path / "checkpoints/20"
+    newest.mkdir()
+    for name in left:
+        (newest / name).write_text("{}")
+    assert_is_step(Checkpoints(tmp_path, KEEP_ALL).restore(describe(small(0))), 10)
+
+
 def test_file_that_does_not_belong_is_noticed(tmp_path):
     run_with_steps(tmp_path, 10, 20)
     (tmp_path / "checkpoints/20/arrays/params/d/extra").write_bytes(b"x")

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import pathlib
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ from glm5_jax.model import flat, split
 from glm5_jax.train import checkpoint
 from glm5_jax.train.checkpoint import CheckpointConfig, Checkpoints
 from glm5_jax.train.convert import convert
+from glm5_jax.train.report import evaluate_directory
 from glm5_jax.train.inherit import first_state
 from glm5_jax.train.run_dir import read_config, run_tokenizer
 from glm5_jax.train.stages import InitConfig
@@ -323,7 +326,7 @@ def hf_dir(tmp_path):
 def test_a_source_that_is_broken_is_refused_before_anything_is_written(hf_dir, tmp_path):
     shards = sorted(hf_dir.glob("*.safetensors"))
     whole = shards[1].read_bytes()
-    for data, words in ((whole[:-1], "truncated, tensor .* ends at byte"), (whole[:5], "not a readable safetensors file")):
+    for data, words in ((whole[:-1], "truncated, tensor .* ends at byte"), (whole[:5], "truncated, its header ends at byte")):
         shards[1].write_bytes(data)
         refused(words, hf_dir, tmp_path / "out", "run", "")
     shards[1].unlink()
@@ -345,9 +348,28 @@ def test_a_place_that_is_taken_is_refused(hf_dir, tmp_path):
     refused("file/out.partial: cannot go on .Not a directory.", hf_dir, tmp_path / "file" / "out", "run", "")
     (tmp_path / "out.partial").mkdir()
     refused("out.partial: is in the way", hf_dir, tmp_path / "out", "run", "")
+    for state in ("{}", '{"source": "abc", "to"', "[]"):
+        (tmp_path / "out.partial" / "convert.json").write_text(state)
+        refused("out.partial/convert.json: says nothing of a conversion", hf_dir, tmp_path / "out", "run", "")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    refused("link: is a link to nothing", hf_dir, tmp_path / "link", "run", "")
+    refused("hf/inside: lies in .*hf, which is to be converted", hf_dir, hf_dir / "inside", "run", "")
     refused("dtype=fp8: with --to run it is float32 or bfloat16", hf_dir, tmp_path / "run", "run", "fp8")
     refused("dtype=int8: with --to hf it is float32, bfloat16 or fp8", hf_dir, tmp_path / "run", "hf", "int8")
     assert (tmp_path / "mine" / "text").read_text() == "keep" and not (tmp_path / "run.partial").exists()
+
+
+def test_the_working_directory_may_be_the_place(hf_dir, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    quiet(hf_dir, pathlib.Path("."), "run", "")
+    assert (tmp_path / "here" / "checkpoints" / "0").is_dir()
+
+
+def test_a_converted_run_has_no_text_of_its_own_to_be_evaluated_on(hf_dir, tmp_path):
+    quiet(hf_dir, tmp_path / "run", "run", "")
+    with pytest.raises(UserError, match="sources: name what to evaluate on"):
+        evaluate_directory(tmp_path / "run", None, None, types.SimpleNamespace(batch_rows=1, rows=0, sources=()))
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(hf_dir, tmp_path, monkeypatch, capsys):

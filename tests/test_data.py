@@ -209,7 +209,6 @@ def test_fim_documents_reassemble(tmp_path, folder):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"sources": ()}, "sources: names no source"),
         ({"sources": ("a@0",)}, "sources=a@0: the weight must be a positive number"),
         ({"sources": ("a@-1",)}, "sources=a@-1: the weight"),
         ({"sources": ("a@nan",)}, "sources=a@nan: the weight"),
@@ -244,6 +243,8 @@ def test_bad_arguments(tmp_path, folder):
             D.batches(corpus, c, **arguments)
     with pytest.raises(UserError, match="held_out=0.0: no document is held out"):
         D.held_out_batches(corpus, c, 1)
+    with pytest.raises(UserError, match="sources: names no source"):
+        D.load_corpus(dataclasses.replace(c, sources=()), tmp_path / "cache")
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

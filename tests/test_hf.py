@@ -286,6 +286,10 @@ def test_an_absent_rope_theta_is_refused(broken):
     refused(broken("glm5_tiny", config=lambda c: c.pop("rope_parameters")), "rope_theta")
 
 
+def test_rope_parameters_that_are_no_object_are_refused(broken):
+    refused(broken("glm5_tiny", config=lambda c: c.update(rope_parameters="x")), "rope_parameters='x': must be an object")
+
+
 def test_rope_theta_at_the_top_level_gives_the_same_outputs(broken, golden):
     path = broken("glm5_tiny", config=lambda c: c.update(rope_theta=c.pop("rope_parameters")["rope_theta"]))
     assert load_hf(path, latent_norm_eps=1e-6).cfg == golden("glm5_tiny").model().cfg
@@ -327,11 +331,24 @@ def test_a_header_that_lies_about_sizes_is_refused(broken):
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    for edit in ({"data_offsets": [0, 4]}, {"dtype": "F4"}, {"shape": None}, {"data_offsets": [-8, 4096]}):
+    lies = {"data_offsets": [0, 4]}, {"dtype": "F4"}, {"shape": None}, {"data_offsets": [-8, 4096]}, {"shape": [1.0]}
+    for edit in lies:
         wrong = header | {"lm_head.weight": header["lm_head.weight"] | edit}
         text = json.dumps(wrong).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         refused(path, "model.safetensors")
+
+
+def test_tensors_in_the_same_bytes_are_refused(broken):
+    path = broken("glm5_eps_tiny")
+    data = (path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    norms = [name for name in header if name.endswith("input_layernorm.weight")]
+    header[norms[0]] = header[norms[1]]
+    text = json.dumps(header).encode()
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    refused(path, "lie in the same bytes")
 
 
 def test_missing_files_and_broken_json_are_refused(broken, tmp_path):

@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_stored_scores_in_float64(name, block,
     arrays, rows, keys = inputs(name, dtype)
     error = 1e-6 if dtype == jnp.float32 else 1e-2
     params = pltpu.InterpretParams(uninitialized_memory="nan")
-    call = functools.partial(flash, block=block, seen=1.0, interpret=params)
+    call = functools.partial(flash, block=block, interpret=params)
     got = jax.jit(functools.partial(results, call))(arrays, rows, keys)
     with jax.enable_x64(True):
         wide = [np.nan_to_num(x).astype(np.float64) for x in arrays]
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_stored_scores_in_float64(name, block,
 def test_two_cores_write_nothing_that_the_other_reads():
     arrays, rows, keys = inputs("packed")
     params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
-    call = functools.partial(flash, block=(4, 8), seen=1.0, interpret=params)
+    call = functools.partial(flash, block=(4, 8), interpret=params)
     jax.block_until_ready(jax.jit(functools.partial(results, call))(arrays, rows, keys))
     assert not interpret_pallas_call.races.races_found
 

@@ -200,6 +200,12 @@ def test_slices_lie_along_data_and_what_crosses_them_takes_the_network():
         (dict(slices=2, mesh="data=1,expert=8"), "mesh.data=1: must be a multiple of the 2 slices"),
         (dict(serve=True, mesh="data=2,expert=1,context=2"), "a decode step splits rows, not their tokens"),
         (dict(slices=0), "slices=0: must be at least 1"),
+        (dict(slices=100_000), "slices=100000: more than 256 are not described"),
+        (dict(mesh="data=²"), "need data=N,expert=N,context=N"),
+        (dict(seq=0), "seq=0: must be at least 1"),
+        (dict(batch=-4), "batch=-4: must be at least 0"),
+        (dict(micro=-4, serve=True), "micro=-4: must be at least 0"),
+        (dict(hlo="/nonexistent/dir/x"), "hlo=/nonexistent/dir/x: no directory that can be written to"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

@@ -1,5 +1,7 @@
 """The Pallas kernels of attention to all visible keys compile for real TPUs at GLM-5's widths, and keep scores out of HBM."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,17 +16,16 @@ pytestmark = pytest.mark.tpu_compile
 N, H, V = 64, 256, 256
 
 
-def gradients(q, k, v, slot, segment, keys, d_out):
-    out, vjp = jax.vjp(lambda *a: dense(*a, Rows(slot, segment), keys, 0.1, 512)[0], q, k, v)
+def gradients(q, k, v, slot, segment, keys, d_out, block=512):
+    out, vjp = jax.vjp(lambda *a: dense(*a, Rows(slot, segment), keys, 0.1, block)[0], q, k, v)
     return out, vjp(d_out)
 
 
-def compiled(topology, t, s, width=H, dtype=jnp.bfloat16):
+def compiled(topology, t, s, width=H, dtype=jnp.bfloat16, block=512):
     shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct((1, *dims), dtype)  # noqa: E731
     ids = [shape(n, dtype=jnp.int32) for n in (t, t, s)]
-    return compile_for(
-        gradients, shape(t, N, width), shape(s, N, width), shape(s, N, V), *ids, shape(t, N, V), topology=topology
-    )
+    arrays = shape(t, N, width), shape(s, N, width), shape(s, N, V), *ids, shape(t, N, V)
+    return compile_for(functools.partial(gradients, block=block), *arrays, topology=topology)
 
 
 ROW, PIECE = (4096, 4096, 2.5 * 1024), (8192, 131_072, 64.5 * 1024)
@@ -43,6 +44,11 @@ def test_both_kernels_at_the_widths_of_glm5(topology, t, s, seen):
 @pytest.mark.parametrize("topology, t, dtype", [("v5p:2x2x1", 16_384, jnp.bfloat16), ("tpu7x:2x2x1", 8192, jnp.float32)])
 def test_the_longest_rows_fit_into_vmem(topology, t, dtype):
     assert compiled(topology, t, t, dtype=dtype).as_text().count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize("t, s, block", [(202, 404, 512), (700, 700, 100)], ids=["odd pieces", "odd blocks"])
+def test_odd_lengths_and_blocks_are_filled_up(t, s, block):
+    assert compiled(TOPOLOGIES[0], t, s, block=block).as_text().count("tpu_custom_call") == 2
 
 
 def test_other_widths_take_the_loops_of_xla():

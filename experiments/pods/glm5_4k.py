@@ -13,7 +13,7 @@ from glm5_jax.train.step import LossConfig
 
 
 def config() -> TrainConfig:
-    """Tokenised text and the tokenizer are expected under /runs/data; see docs/training.md for what they may be."""
+    """Tokenised text and the tokenizer are expected under /runs/data; README.md says what they may be."""
     return TrainConfig(
         model=glm5(attention="dense", remat="block", dtype="bfloat16"),
         data=DataConfig(sources=("/runs/data/text",), tokenizer="/runs/data/tokenizer.json", seq_len=4096),

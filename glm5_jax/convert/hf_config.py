@@ -57,6 +57,8 @@ def _rope_theta(raw: dict) -> float:
     """theta lives in rope_parameters, in older files at the top level; a silent default would be wrong."""
     nested = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
+        check(isinstance(value, dict), f"config.json: {name}={value!r}: must be an object")
     kind = nested.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     check(kind == "default", f"config.json: rope_type={kind!r}, this network has 'default'")
     theta = nested.get("rope_theta", raw.get("rope_theta"))

@@ -4,8 +4,10 @@ The numpy binding of safetensors knows no float8 and writes no file that is larg
 by their header: 8 bytes of length, JSON with dtype, shape and byte range of each tensor, then the bytes.
 """
 
+import itertools
 import json
 import math
+import operator
 import os
 import pathlib
 
@@ -162,21 +164,30 @@ def _header(file: pathlib.Path) -> dict:
     try:
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(length)) if length <= size else None
+            check(8 <= 8 + length <= size, f"{file}: truncated, its header ends at byte {8 + length} of {size}")
+            header = json.loads(f.read(length))
         base, tensors = 8 + length, {}
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(map(operator.index, entry["shape"]))
             check(begin >= 0 and base + end <= size, f"{file}: truncated, tensor {name} ends at byte {base + end} of {size}")
             check(end - begin == math.prod(shape) * np.dtype(dtype).itemsize, f"{file}: {name} has the wrong size")
             tensors[name] = (dtype, shape, base + begin)
+        _check_apart(file, tensors)
     except UserError:
         raise
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not a readable safetensors file ({type(error).__name__}: {error})") from None
     return tensors
+
+
+def _check_apart(file: pathlib.Path, tensors: dict) -> None:
+    sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape, _) in tensors.items()}
+    places = sorted((start, start + sizes[name], name) for name, (*_, start) in tensors.items())
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
+        check(end <= start, f"{file}: {name} and {other} lie in the same bytes")
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:

@@ -47,6 +47,10 @@ class MeshConfig:
           UserError: the product is not `devices`.
         """
         others = self.expert * self.context
+        check(
+            self.data != -1 or devices % others == 0,
+            f"mesh expert x context = {self.expert}x{self.context}: does not divide the {devices} devices",
+        )
         data = devices // others if self.data == -1 else self.data
         asked = "x".join(map(str, (self.data, self.expert, self.context)))
         check(data * others == devices, f"mesh data x expert x context = {asked}: there are {devices} devices")

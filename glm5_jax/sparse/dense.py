@@ -41,11 +41,10 @@ def dense(q, k, v, rows: Rows, key_segment, scale: float, block: int):
       have no gradient. A token without visible keys, padding, gets 0 and `MASKED`/2.
     """
     q, k, v = real(rows.segment, q), real(key_segment, k), real(key_segment, v)
-    tiles, (t, n), s = _tiles(q.shape[1], q.shape[2], block), q.shape[1:3], k.shape[1]
+    tiles = _tiles(q.shape[1], q.shape[2], block)
     if target_platform() == "tpu" and _kernels().why_not(q, v) is None:
-        turns, _ = mean_turns(s, max(1, s // t), n, block)
-        seen = turns["visible_keys"] * tiles.keys
-        out, lse, top = _kernels().flash(q, k, v, rows, key_segment, scale, (tiles.queries, tiles.keys), seen)
+        lanes = _kernels().whole_lanes((tiles.queries, tiles.keys))
+        out, lse, top = _kernels().flash(q, k, v, rows, key_segment, scale, lanes)
     else:
         out, lse, top = _dense(scale, tiles, q, k, v, rows, key_segment)
     return out, jax.lax.stop_gradient(lse), jax.lax.stop_gradient(top)

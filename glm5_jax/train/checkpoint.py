@@ -280,6 +280,8 @@ def find_damage(directory: Path, part: str) -> str | None:
         if text != format_sums(lines):
             return f"{sums.name} is garbled"
         expected |= {path: digest for digest, path in lines}
+    if not expected:
+        return f"no {SUMS}"
     present = set(list_files(directory))
     for path in sorted(present ^ expected.keys()):
         return f"{path} is not in {SUMS}" if path in present else f"{path} is missing"

@@ -109,6 +109,9 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
       UserError: one of the directories is not what it should be, or the disk is full.
     """
     check(source.is_dir(), f"{source}: no such directory")
+    source, out = source.absolute(), out.absolute()
+    check(source not in (out, *out.parents), f"{out}: lies in {source}, which is to be converted")
+    check(out.exists() or not out.is_symlink(), f"{out}: is a link to nothing")
     check(to in ("hf", "run"), f"to={to}: hf or run")
     kinds = ("", "float32", "bfloat16", "fp8") if to == "hf" else ("", "float32", "bfloat16")
     check(dtype in kinds, f"dtype={dtype}: with --to {to} it is {', '.join(kinds[1:-1])} or {kinds[-1]}")
@@ -137,7 +140,7 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
 def _open_hf(path: Path, to: str) -> Source:
     cfg, table, files = published = hf.open_hf(path)
     tokenizer = path / "tokenizer.json"
-    data = DataConfig(seq_len=min(DataConfig.seq_len, cfg.max_position_embeddings))
+    data = DataConfig(sources=(), seq_len=min(DataConfig.seq_len, cfg.max_position_embeddings))
     if to == "run" and tokenizer.is_file():
         data = dataclasses.replace(data, tokenizer=f"bpe:{load_tokenizer(str(tokenizer)).vocab_size}")
     loss = LossConfig() if cfg.num_nextn_predict_layers else LossConfig(mtp_steps=0)
@@ -313,7 +316,7 @@ def _claimed(work: Path, what: dict[str, str]):
         except BlockingIOError:
             raise UserError(f"{work}: another process is writing there") from None
         state.seek(0)
-        begun = json.loads(state.read() or "null")
+        begun = _begun(state.read(), work)
         if begun is None:
             state.write(json.dumps(what))
             state.flush()
@@ -322,6 +325,17 @@ def _claimed(work: Path, what: dict[str, str]):
         other += ["another source, or this one before it changed"] * (begun["source"] != what["source"])
         check(not other, f"{work}: holds a conversion begun with {', '.join(other)}; go on with that, or delete it")
         yield
+
+
+def _begun(text: str, work: Path) -> dict[str, str] | None:
+    """What the state file of a conversion says, None of a new one."""
+    try:
+        begun = json.loads(text or "null")
+    except ValueError:
+        begun = {}
+    whole = begun is None or isinstance(begun, dict) and {"source", "to", "dtype"} <= begun.keys()
+    check(whole, f"{work / _STATE}: says nothing of a conversion that could go on; delete {work}")
+    return begun
 
 
 def _check_space(work: Path, cfg: ModelConfig, dtype: str) -> None:

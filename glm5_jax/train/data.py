@@ -61,7 +61,6 @@ class DataConfig:
         for name in ("sources", "extensions"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        check(len(self.sources) > 0, "sources: names no source")
         for entry in self.sources:
             parse_source(entry)
         bpe_size(self.tokenizer)
@@ -98,6 +97,7 @@ def load_corpus(
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{cache_dir}: no directory can be made here for the token cache ({error.strerror})") from error
+    check(len(config.sources) > 0, "sources: names no source")
     paths, weights = zip(*map(parse_source, config.sources), strict=True)
     files = [list_files(path, config.extensions) for path in paths]
     tokenizer = _tokenizer(config, files, cache_dir)

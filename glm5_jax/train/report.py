@@ -95,8 +95,8 @@ def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
     check(options.batch_rows >= 1, f"batch_rows={options.batch_rows}: must be at least 1")
     check(options.rows >= 0, f"rows={options.rows}: must not be negative")
     is_run = (path / "checkpoints").is_dir()
-    check(is_run or bool(options.sources), "sources: name what to evaluate on (--sources PATH ...)")
-    data = runs.read_config(path).data if is_run else DataConfig()
+    data = runs.read_config(path).data if is_run else DataConfig(sources=())
+    check(bool(options.sources or data.sources), "sources: name what to evaluate on (--sources PATH ...)")
     seq_len = options.seq_len or (data.seq_len if is_run else 512)
     limit = model.cfg.max_position_embeddings
     check(seq_len <= limit, f"seq_len={seq_len}: the position limit is {limit}")

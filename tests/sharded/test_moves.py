@@ -69,8 +69,8 @@ def test_rows_of_a_batch_lie_in_order_over_data_and_expert():
     "cfg, words",
     [
         (dict(data=3), "mesh data x expert x context = 3x1x1: there are 8 devices"),
-        (dict(expert=3), "mesh data x expert x context = -1x3x1: there are 8 devices"),
-        (dict(context=16), "mesh data x expert x context = -1x1x16: there are 8 devices"),
+        (dict(expert=3), "mesh expert x context = 3x1: does not divide the 8 devices"),
+        (dict(context=16), "mesh expert x context = 1x16: does not divide the 8 devices"),
         (dict(data=0), "mesh.data=0: must be at least 1, or -1"),
         (dict(expert=-1), "mesh.expert=-1: must be at least 1"),
     ],

@@ -67,17 +67,24 @@ def why_not(q, v) -> str | None:
     return None
 
 
-def flash(q, k, v, rows: Rows, key_segment, scale: float, block: tuple[int, int], seen: float, interpret=False):
+def flash(q, k, v, rows: Rows, key_segment, scale: float, block: tuple[int, int], interpret=False):
     """(out, logarithms of sums, largest logit) of `sparse.dense.dense`.
 
     Args:
-      block: queries and keys of a block. seen: see `Plan`. interpret: as in `pl.pallas_call`, for machines without a TPU.
+      block: queries and keys of a block; those of a TPU are multiples of `LANES`, see `whole_lanes`.
+      interpret: as in `pl.pallas_call`, for machines without a TPU.
     """
-    t, plan = q.shape[1], Plan(*block, q.shape[2], q.shape[3], v.shape[3], scale, seen, interpret)
+    t, seen = q.shape[1], (k.shape[1] + block[1]) / 2  # half of the keys, and half a block at the diagonal
+    plan = Plan(*block, q.shape[2], q.shape[3], v.shape[3], scale, seen, interpret)
     tokens = jnp.stack([_filled(rows.slot, plan.queries, "edge"), _filled(rows.segment, plan.queries)], axis=1)
     q, k, v = (_filled(x.reshape(*x.shape[:2], -1), n) for x, n in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
     out, lse, top = _flash(plan, Given(q, k, v, tokens, _filled(key_segment, plan.keys)[..., None]))
     return out[:, :t].reshape(len(q), t, plan.heads, -1), jnp.swapaxes(lse[:, :, 0, :t], 1, 2), jnp.max(top)
+
+
+def whole_lanes(block: tuple[int, int]) -> tuple[int, int]:
+    """A block at least as large that a TPU takes."""
+    return tuple(-(-n // LANES) * LANES for n in block)
 
 
 def _filled(x, block: int, mode="constant"):
