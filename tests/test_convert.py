@@ -34,8 +34,8 @@ from glm5_jax.model import flat, split
 from glm5_jax.train import checkpoint
 from glm5_jax.train.checkpoint import CheckpointConfig, Checkpoints
 from glm5_jax.train.convert import convert
-from glm5_jax.train.report import evaluate_directory
 from glm5_jax.train.inherit import first_state
+from glm5_jax.train.report import evaluate_directory
 from glm5_jax.train.run_dir import read_config, run_tokenizer
 from glm5_jax.train.stages import InitConfig
 
