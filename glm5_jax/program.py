@@ -374,7 +374,9 @@ def _axes(line: str, groups: dict, mesh: Mesh) -> tuple[tuple[str, ...], int]:
         devices = np.moveaxis(devices, at, range(-len(at), 0))
         rows = devices.reshape(-1, math.prod(devices.shape[-len(at) :])).tolist()
     elif pairs:
-        return ("?",), 2
+        ends = np.array([_numbers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
+        differ = np.any(np.diff(np.unravel_index(ends, mesh.devices.shape)) != 0, axis=(1, 2))
+        return tuple(name for name, d in zip(mesh.axis_names, differ) if d) or ("?",), 2
     elif "replica_groups=" in line and "replica_groups={}" not in line:
         return ("?",), mesh.size
     else:  # all devices

@@ -94,6 +94,16 @@ def test_loops_on_tpus_have_trip_counts_in_their_conditions():
 
 
 @pytest.mark.tpu_compile
+def test_devices_that_differ_in_an_axis_send_along_it():
+    need_libtpu()
+    mesh = make_mesh(MeshConfig(2, 2, 2), describe("v5p:2x2x2")[1])
+    for pairs, axes in (("{0,1},{1,0},{6,7}", ("context",)), ("{0,2},{4,6}", ("expert",)), ("{0,6},{1,3}", ("data", "expert"))):
+        line = f"ROOT %y = f32[4]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}"
+        (found,) = collectives(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  {line}\n}}\n", mesh)
+        assert found.axes == axes and found.bytes == 16
+
+
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize(
     "groups, axes",
     [
