@@ -363,7 +363,7 @@ def test_the_working_directory_may_be_the_place(hf_dir, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     quiet(hf_dir, pathlib.Path("."), "run", "")
-    assert (tmp_path / "here" / "checkpoints" / "0").is_dir()
+    assert (tmp_path / "here" / "checkpoints" / "0").is_dir() and not (tmp_path / "here" / "convert.json").exists()
 
 
 def test_a_converted_run_has_no_text_of_its_own_to_be_evaluated_on(hf_dir, tmp_path):

@@ -109,8 +109,8 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
       UserError: one of the directories is not what it should be, or the disk is full.
     """
     check(source.is_dir(), f"{source}: no such directory")
-    source, out = source.absolute(), out.absolute()
-    check(source not in (out, *out.parents), f"{out}: lies in {source}, which is to be converted")
+    place = out.absolute()
+    check(source.absolute() not in (place, *place.parents), f"{out}: lies in {source}, which is to be converted")
     check(out.exists() or not out.is_symlink(), f"{out}: is a link to nothing")
     check(to in ("hf", "run"), f"to={to}: hf or run")
     kinds = ("", "float32", "bfloat16", "fp8") if to == "hf" else ("", "float32", "bfloat16")
@@ -118,7 +118,7 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
     hf.check_free(out)
     opened = _open_run(source, say) if (source / "checkpoints").is_dir() else _open_hf(source, to)
     dtype = dtype or opened.dtype
-    work = out.with_name(out.name + ".partial")
+    work = out.with_name(out.name + ".partial") if out.name else place.with_name(place.name + ".partial")
     try:
         with _claimed(work, {"source": opened.identity, "to": to, "dtype": dtype}):
             _check_space(work, opened.config.model, dtype)
@@ -126,11 +126,11 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
             meter = Meter(str(out), sum(opened.sizes.values()))
             with contextlib.closing(meter):
                 (_write_hf if to == "hf" else _write_run)(opened, dtype, work, meter)
-            os.replace(work, out)
+            os.replace(work, place)
     except (OSError, ValueError) as error:
         check(disk_error(error) is None, f"{work}: cannot go on ({disk_error(error)}); the same command does later")
         raise
-    (out / _STATE).unlink()
+    (place / _STATE).unlink()
     return Result(dtype, int(meter.done), meter.seconds(), raw, peak_memory(), max(opened.sizes.values()))
 
 
