@@ -106,8 +106,7 @@ def dequantise(weight: np.ndarray, scale_inv: np.ndarray, dtype=np.float32, skip
       weight: float8_e4m3fn [out,in]. scale_inv: float32 [ceil((skip + out)/128), ceil(in/128)].
       skip: rows of the first block that lie before those of `weight`.
     """
-    rows, columns = weight.shape
-    values = np.empty(weight.shape, dtype)
+    values, rows = np.empty(weight.shape, dtype), len(weight)
     edges = [0, *range(BLOCK - skip, rows, BLOCK), rows]
     for scale, start, stop in zip(scale_inv.astype(np.float32), edges, edges[1:]):
         for j in range(0, len(scale), _AT_ONCE):
