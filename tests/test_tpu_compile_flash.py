@@ -58,4 +58,6 @@ def test_other_widths_take_the_loops_of_xla():
         with jax.sharding.use_abstract_mesh(tpu_sharding(TOPOLOGIES[0]).mesh.abstract_mesh):
             return str(jax.make_jaxpr(gradients)(shape(width), shape(width), shape(V), *ids, shape(V))).count("pallas_call")
 
-    assert kernels(256) == 2 and kernels(192) == 0
+    assert kernels(256) == 2
+    with pytest.warns(UserWarning, match="dense attention takes the loops of XLA: heads of width 192 and 256"):
+        assert kernels(192) == 0

@@ -14,13 +14,9 @@ _COPIES = 5  # of a piece that a thread may hold at once: as read, dequantised, 
 _SAMPLE_BYTES = 2**30  # read to measure the disk
 
 
-def threads(largest: int, fp8: bool = False) -> int:
-    """Threads whose pieces fit in the memory of three times the largest tensor (bytes) and 200 MB for them all.
-
-    fp8: whether they quantise, which takes float32 values, magnitudes and quotients of a piece besides.
-    """
-    copies = _COPIES + 3 * fp8
-    return max(1, min((os.cpu_count() or 1) + 1, (3 * largest + 200 * 10**6) // (copies * PIECE_BYTES)))
+def threads(largest: int) -> int:
+    """Threads whose pieces fit in the memory of three times the largest tensor (bytes) and 200 MB for them all."""
+    return max(1, min((os.cpu_count() or 1) + 1, (3 * largest + 200 * 10**6) // (_COPIES * PIECE_BYTES)))
 
 
 def run(jobs: Iterable[Callable[[], None]], workers: int) -> None:

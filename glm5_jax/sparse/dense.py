@@ -9,6 +9,7 @@ scores around first.
 
 import functools
 import importlib
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -42,10 +43,13 @@ def dense(q, k, v, rows: Rows, key_segment, scale: float, block: int):
     """
     q, k, v = real(rows.segment, q), real(key_segment, k), real(key_segment, v)
     tiles = _tiles(q.shape[1], q.shape[2], block)
-    if target_platform() == "tpu" and _kernels().why_not(q, v) is None:
+    reason = _kernels().why_not(q, v) if target_platform() == "tpu" else "the kernels are for TPUs"
+    if reason is None:
         lanes = _kernels().whole_lanes((tiles.queries, tiles.keys))
         out, lse, top = _kernels().flash(q, k, v, rows, key_segment, scale, lanes)
     else:
+        if target_platform() == "tpu":
+            warnings.warn(f"dense attention takes the loops of XLA: {reason}", stacklevel=2)
         out, lse, top = _dense(scale, tiles, q, k, v, rows, key_segment)
     return out, jax.lax.stop_gradient(lse), jax.lax.stop_gradient(top)
 

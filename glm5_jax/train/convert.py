@@ -204,8 +204,7 @@ def _hash(*content) -> str:
 def _write_hf(source: Source, dtype: str, work: Path, meter: Meter) -> None:
     cfg = source.config.model
     done = lambda name, share, here: meter.add(source.sizes[name] * share, here)  # noqa: E731
-    workers = threads(max(source.sizes.values()), fp8=dtype == "fp8")
-    hf.write_hf(cfg, dtype, source.read, work, done, workers, hf.SHARD_BYTES)
+    hf.write_hf(cfg, dtype, source.read, work, done, threads(max(source.sizes.values())), hf.SHARD_BYTES)
     if source.tokenizer.is_file():
         shutil.copyfile(source.tokenizer, work / "tokenizer.json")
 
