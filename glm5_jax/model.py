@@ -109,24 +109,26 @@ class Group(nnx.Module):
         Returns:
           (x, selection, keys, list over layers of aux).
         """
-        graphdef, stacked = nnx.split(self.blocks)
+        graphdefs, stacked = zip(*(nnx.split(block) for block in self.blocks))
         shares = not all(indexer for _, indexer in self.cfg.layer_kinds)  # else no layer needs what another one chose
+
+        def layer(i, params, x, selection, memory):
+            block = nnx.merge(graphdefs[i], whole(params, self.cfg.dtype))
+            return block(checkpoint_name(x, "layer_input"), ctx, selection, memory, collect=collect)
 
         def body(carry, scanned):
             x, selection = carry
-            x = checkpoint_name(x, "layer_input")
             params, keys = scanned
-            params = whole(params, self.cfg.dtype)
             new_keys, aux = [], []
-            for i, block in enumerate(nnx.merge(graphdef, params)):
+            for i in range(len(params)):
                 memory = None if keys is None else Memory(keys[i], start)
-                x, selection, now, layer_aux = block(x, ctx, selection, memory, collect=collect)
+                run = recompute(functools.partial(layer, i), self.cfg.remat, prevent_cse=False)
+                x, selection, now, layer_aux = run(params[i], x, selection, memory)
                 new_keys.append(now)
                 aux.append(layer_aux)
             carry = (x, selection if shares else NOTHING)
             return carry, (None if keys is None else tuple(new_keys), aux)
 
-        body = recompute(body, self.cfg.remat, prevent_cse=False)
         if not jax.tree.leaves(selection) and self.blocks[0].attention.indexer is not None:
             # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
             first = jax.eval_shape(lambda: body((x, NOTHING), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])

@@ -8,8 +8,7 @@ import pytest
 
 from glm5_jax.model import abstract, merge, split
 from glm5_jax.program import products
-from glm5_jax.train.flops import PEAK, attention_flops, flops_per_token, peak_flops, step_flops
-from glm5_jax.train.step import LossConfig
+from glm5_jax.train.flops import PEAK, attention_flops, flops_per_token, peak_flops
 from helpers_train import step_config
 
 # step_config: D 16, N 3, Q 12, R 8, C 6, P 4, V 5, dense FFN 20, E 5, X 2, F 7, W 40; one dense and two MoE layers.
@@ -54,8 +53,8 @@ def test_peak_is_unknown_on_a_cpu_and_the_published_one_elsewhere():
     assert PEAK["TPU v5p"] == 459e12 and PEAK["TPU v6e"] == 920e12
 
 
-def test_what_a_pattern_of_layers_recomputes_is_in_the_closed_form():
-    """Layers F S are recomputed together: the output of F is made again for S, by `down`, in two of four layers."""
+def test_layers_of_a_pattern_are_recomputed_one_by_one():
+    """F S F S multiplies what F F F F does: recomputing S does not make the output of F again."""
     def compiled(cfg):
         graphdef, params = split(abstract(cfg))
 
@@ -65,12 +64,6 @@ def test_what_a_pattern_of_layers_recomputes_is_in_the_closed_form():
         text = jax.jit(jax.grad(loss)).lower(params, jax.ShapeDtypeStruct((2, 32), jnp.int32)).compile().as_text()
         return sum(p.flops * p.times for p in products(text) if p.bounded)
 
-    def expected(cfg):
-        sizes = {"data": 1, "expert": 1, "context": 1}
-        return step_flops(abstract(cfg), ("indexer",), sizes, 2, 1, 32, LossConfig(mtp_steps=0), 0.0)["other layers"]
-
     alone = step_config(num_hidden_layers=4, first_k_dense_replace=4, num_nextn_predict_layers=0, remat="block")
     shares = dataclasses.replace(alone, indexer_types=("full", "shared") * 2)
-    more = 2 * (2 * 20 * 16) * (2 * 32)  # layers x product of a token x tokens
-    assert compiled(shares) - compiled(alone) == more
-    assert expected(shares) - expected(alone) == more
+    assert compiled(shares) == compiled(alone)

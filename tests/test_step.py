@@ -163,7 +163,8 @@ def test_train_loss_of_the_golden_checkpoint(golden):
     batch["positions"] = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     batch = {name: jnp.asarray(value) for name, value in batch.items()}
     cfg = LossConfig(mtp_steps=0, balance_weight=0.0, chunk=7)
-    loss, _ = jax.jit(lambda b: micro_loss(data.model(), b, count_targets(b, 0), jnp.float32(0), cfg))(batch)
+    model = data.model()
+    loss, _ = jax.jit(lambda b: micro_loss(model, b, count_targets(b, 0), jnp.float32(0), cfg))(batch)
     np.testing.assert_allclose(loss, data.meta["cases"]["train"]["loss"], atol=2e-5)
 
 

@@ -7,7 +7,7 @@ import jax
 from glm5_jax.config import ModelConfig
 from glm5_jax.layers.mla import pieces
 from glm5_jax.layers.param import Spec
-from glm5_jax.model import Glm5, flat, layer_groups, specs, split
+from glm5_jax.model import Glm5, flat, specs, split
 from glm5_jax.train.step import LossConfig
 
 # Dense bf16 FLOP/s per JAX device, by `device_kind`.
@@ -60,7 +60,7 @@ def step_flops(
     """What a step under remat=block multiplies on each device of a mesh: FLOPs of matrix products, by part of the network.
 
     A product runs forward, again in the backward pass, and twice for its gradients (once where its input has none). What only
-    the output of a scanned pattern of layers needs is not computed again. Under sparse attention long rows go in pieces
+    the output of a layer needs is not computed again. Under sparse attention long rows go in pieces
     (`layers.mla.pieces`), recomputed once more; the last piece is filled up, and so is the last chunk of the head. Attention is
     that of `sparse.dense`; for the Pallas kernels of sparse attention see `kernel_flops`.
 
@@ -76,16 +76,16 @@ def step_flops(
     parts = dict.fromkeys(("attention", "experts", "other layers", "head", "indexer", "Muon"), 0.0)
     for path, spec in flat(specs(model)).items():
         flops = 2.0 * shapes[path].size * tokens * (loss.mtp_steps if path[0] == "mtp" else 1)
-        trains, of_experts, inside = spec.part not in freeze, "experts" in spec.axes, _feeds_its_pattern(cfg, path)
+        trains, of_experts = spec.part not in freeze, "experts" in spec.axes
         if spec.kind == "head":
             parts["head"] += flops * math.ceil(own / chunk) * chunk / own * 3 * (1 + loss.mtp_steps)
         elif spec.part == "indexer" and spec.kind == "matrix":
             parts["indexer"] += flops * (3 if trains else cfg.attention == "sparse")
         elif of_experts and spec.kind == "matrix":
             room = 1.25 if sizes["expert"] > 1 else 1.0
-            parts["experts"] += flops * cfg.num_experts_per_tok / cfg.n_routed_experts * room * (4 + inside)
+            parts["experts"] += flops * cfg.num_experts_per_tok / cfg.n_routed_experts * room * 4
         elif spec.kind in ("matrix", "router"):
-            times = 3 + inside if path[-1] == "down" else 4
+            times = 3 if path[-1] == "down" else 4
             if path[-1] in ("k_up", "v_up") and cfg.attention == "dense":
                 times *= sizes["context"]  # every device makes the keys of the whole row
             if path[-1] in ("q_up", "k_up", "v_up", "out"):
@@ -98,14 +98,6 @@ def step_flops(
         widths = 2 * (cfg.qk_head_dim + cfg.v_head_dim) + 3 * cfg.qk_head_dim + 2 * cfg.v_head_dim
         parts["attention"] += layers * tokens * keys * 2 * cfg.num_attention_heads * widths
     return parts
-
-
-def _feeds_its_pattern(cfg: ModelConfig, path: tuple) -> bool:
-    """Whether a parameter belongs to a layer whose output another layer of the same scanned pattern takes."""
-    if path[0] != "groups":
-        return False
-    pattern, _ = layer_groups(cfg.layer_kinds)[path[1]]
-    return path[3] < len(pattern) - 1
 
 
 def kernel_flops(cfg: ModelConfig, freeze: tuple[str, ...], tokens: float, seq_len: int, mtp_steps: int, forward: int) -> float:
