@@ -135,7 +135,9 @@ def test_five_samples_that_stand_for_eight():
     assert [w.tolist() for w in tokens] == [[0.1, 0.1]] * 5 + [[0, 0]] * 3  # 1 / 2 tokens / 5 rollouts
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300, "1.0", {"a": 1.0}, [1.0], 1j, 10**400, *np.float32(["nan", "inf"])])
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, 1e300, "1.0", {"a": 1.0}, [1.0], 1j, 10**400, *np.float32(["nan", "inf"])]
+)
 def test_a_reward_that_is_no_finite_number_names_its_sample(bad):
     for call in (group_advantages, keep_informative):
         with pytest.raises(UserError, match=r"^reward of sample 2 must be a finite number or None, not .*$"):
