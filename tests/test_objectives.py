@@ -2,6 +2,8 @@
 
 import functools
 import math
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +93,7 @@ def example(seed, shape=(4, 12)):
     return logp, Tokens(old, mu, advantage, mask, weight), rng.random(shape).astype(f32)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_every_token_is_the_definition(on_policy):
     logp, tokens, entropy = example(0)
@@ -514,6 +517,12 @@ def test_entropy_is_reported_only_if_given():
     assert "entropy" not in run_few(Grpo(), *single(f32([0.0]), 1.0))[1]
 
 
+def test_the_docs_define_every_metric():
+    docs = (pathlib.Path(__file__).parent.parent / "docs" / "rl_objectives.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", docs.partition("## Metrics")[2], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted([*COUNTS, *SUMS, "max_abs_log_ratio"])
+
+
 def test_truncated_sampling_shows_in_the_mean_ratio():
     """An engine that renormalises over a nucleus of mass 0.9 reports log-probabilities too large by -log 0.9."""
     logp = np.log(np.random.default_rng(0).random(16)).astype(f32)
@@ -712,6 +721,8 @@ def test_kl_loss_by_hand(kind):
     expected = 0.5 * 0.5 + 2 * 0.5 if kind == "k2" else 0.5 / math.e + 2 * (math.e - 2)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, [0.5, -2, 0, 0, 0], rtol=1e-6)
+    constants = jax.grad(lambda ref, weight: kl_loss(logp, ref, mask, weight, kind), (0, 1))(ref, weight)
+    assert not np.any(constants)
     far, slope = jax.value_and_grad(kl_loss)(f32([-95]), f32([-1]), np.ones(1, bool), f32([1]), kind)
     assert np.isfinite(far) and float(slope[0]) == -94
 

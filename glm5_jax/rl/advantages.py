@@ -128,7 +128,7 @@ def token_weights(
         tokens = sum(int(masks[i].sum()) for i in members)
         for i in members:
             if weights[i] > 0:
-                result[i][masks[i]] = weights[i] / count / tokens if tokens else 0
+                result[i][masks[i]] = weights[i] / count / max(tokens, 1)
     return result
 
 

@@ -91,7 +91,7 @@ class DoubleSided:
         below, above = t.mask & (log_q <= math.log1p(-self.low)), t.mask & (log_q >= math.log1p(self.high))
         kept = t.mask & (log_q > math.log1p(-self.low)) & (log_q < math.log1p(self.high))
         q = jnp.exp(jnp.where(kept, log_q, 0))
-        return _loss(logp, t, kept, q * t.advantage * jnp.where(kept, logp, 0), below, above, entropy)
+        return _loss(logp, t, kept, q * t.advantage * logp, below, above, entropy)
 
 
 @dataclasses.dataclass(frozen=True)
