@@ -87,8 +87,10 @@ def train(arguments: list[str]) -> int:
     if options.processes == 1:
         return _train(config, pathlib.Path(options.run_dir), options.resume, name)
     from glm5_jax.processes import is_first, join
+    from glm5_jax.train.loop import settings_text
 
-    join(options.coordinator, options.processes, options.process)
+    settings = settings_text(config, pathlib.Path(options.run_dir), options.resume)
+    join(options.coordinator, options.processes, options.process, settings)
     with contextlib.redirect_stdout(sys.stdout if is_first() else open(os.devnull, "w")):
         return _train(config, pathlib.Path(options.run_dir), options.resume, name)
 

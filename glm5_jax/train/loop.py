@@ -81,10 +81,8 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
       Stopped: after a signal.
     """
     run_dir = pathlib.Path(run_dir)
-    attention.implementation_of(config.model, config.micro_rows, config.data.seq_len)  # refuses what this machine cannot do
-    with processes.watched(), _only_one(run_dir):
-        asked = dataclasses.asdict(config) | {"resume": resume, "run_dir": str(run_dir)}
-        processes.agree("the settings", json.dumps(asked, indent=0))
+    with processes.watched(settings_text(config, run_dir, resume)), _only_one(run_dir):
+        attention.implementation_of(config.model, config.micro_rows, config.data.seq_len)  # refuses what this machine cannot do
         fresh = bool(processes.from_first("" if resume and (run_dir / "config.json").exists() else "fresh"))
         if not fresh:
             runs.check_same(runs.read_config(run_dir), config, run_dir)
@@ -107,6 +105,11 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
         processes.from_first("")  # nobody goes on before process 0 is here
         print(run.header())
         return run.train(first)
+
+
+def settings_text(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> str:
+    """What has to be the same in all processes of a run, one setting a line."""
+    return json.dumps(dataclasses.asdict(config) | {"resume": resume, "run_dir": str(run_dir)}, indent=0)
 
 
 @contextlib.contextmanager
