@@ -1,4 +1,4 @@
-"""The command line: glm5 train | generate | eval | convert | plan | bench | show."""
+"""The command line: glm5 train | sft | generate | eval | convert | plan | bench | show."""
 
 import contextlib
 import dataclasses
@@ -17,6 +17,7 @@ USAGE = """usage: glm5 VERB ...
 
   train CONFIG      train; CONFIG is a recipe (tiny, small; the stages after tiny: midtrain, dsa_warmup, dsa_sparse)
                     or path/to/file.py
+  sft [CONFIG]      fine-tune on conversations (JSONL with messages and tools); CONFIG is sft unless given
   generate DIR      continue a text, from a run or a Hugging Face directory
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
   convert DIR OUT   between Hugging Face directories (bfloat16, FP8) and runs, of any size
@@ -32,7 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     verbs = {
-        "train": train, "generate": generate, "eval": evaluate, "convert": convert, "plan": plan, "bench": bench, "show": show
+        "train": train, "sft": sft, "generate": generate, "eval": evaluate, "convert": convert, "plan": plan, "bench": bench,
+        "show": show,
     }  # fmt: skip
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
@@ -64,12 +66,12 @@ def _positional(arguments: list[str], verb: str, names: list[str]) -> tuple[list
     return given, arguments[len(names) :]
 
 
-def train(arguments: list[str]) -> int:
+def train(arguments: list[str], verb: str = "train") -> int:
     """Trains; status 0 when done or after SIGTERM, 130 after Ctrl-C."""
     from glm5_jax.cli_options import find_config, parse
     from glm5_jax.train.stages import RECIPES, TrainConfig
 
-    (name,), rest = _positional(arguments, "train", ["CONFIG"])
+    (name,), rest = _positional(arguments, verb, ["CONFIG"])
     config = find_config(name or "tiny", RECIPES, TrainConfig)
 
     @dataclasses.dataclass(frozen=True)
@@ -80,10 +82,22 @@ def train(arguments: list[str]) -> int:
         process: int = 0  # number of this one among them; 0 reports
         coordinator: str = ""  # HOST:PORT on which process 0 brings them together
 
+    @dataclasses.dataclass(frozen=True)
+    class SftOptions(Options):
+        show_mask: bool = False  # print the first conversation with each run of trained tokens in brackets, train nothing
+
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     about = "Trains a model, from fresh weights or, with --init.run RUN, from those of an earlier run; the settings are below."
-    options = parse(Options(**fields), rest, f"glm5 train {name or 'CONFIG'}", about)
+    kind = SftOptions if verb == "sft" else Options
+    options = parse(kind(**fields), rest, f"glm5 {verb} {name or 'CONFIG'}", about)
     config = TrainConfig(**{name: getattr(options, name) for name in fields})
+    if verb == "sft":
+        from glm5_jax.train.report import show_mask
+
+        check(config.data.kind == "chat", f"data.kind={config.data.kind}: glm5 sft trains on conversations; set it to chat")
+        if options.show_mask:
+            show_mask(config)
+            return 0
     if options.processes == 1:
         return _train(config, pathlib.Path(options.run_dir), options.resume, name)
     from glm5_jax.processes import is_first, join
@@ -93,6 +107,12 @@ def train(arguments: list[str]) -> int:
     join(options.coordinator, options.processes, options.process, settings)
     with contextlib.redirect_stdout(sys.stdout if is_first() else open(os.devnull, "w")):
         return _train(config, pathlib.Path(options.run_dir), options.resume, name)
+
+
+def sft(arguments: list[str]) -> int:
+    """Trains on conversations: the same loop, of which the recipe is `sft` unless another is named."""
+    named = arguments and not arguments[0].startswith("-")
+    return train(arguments if named else ["sft", *arguments], "sft")
 
 
 def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:

@@ -114,7 +114,7 @@ def test_usage_lists_the_verbs(glm5):
     for arguments, status in ((["--help"], 0), (["-h"], 0), ([], 2)):
         result = glm5(*arguments)
         assert result[0] == status
-        assert all(f"\n  {verb} " in result[1] for verb in ("train", "generate", "eval", "convert", "bench"))
+        assert all(f"\n  {verb} " in result[1] for verb in ("train", "sft", "generate", "eval", "convert", "bench"))
         assert all(name in result[1] for name in RECIPES)
 
 
@@ -149,7 +149,7 @@ def test_usage_lists_the_verbs(glm5):
             r"data\.seq_len=5000: the position limit is model\.max_position_embeddings=4096",
         ),
         (["train", "tiny", "--batch-rows", "0", "7"], r"batch_rows=7: must be a positive multiple of micro_rows=8"),
-        (["train", "tiny", "--data.tokenizer", "bpe:10"], r"data: tokenizer=bpe:10: .* at least 260"),
+        (["train", "tiny", "--data.tokenizer", "bpe:10"], r"data: tokenizer=bpe:10: .* at least 276"),
         (["train", "tiny", "--data.sources", "no/such/folder"], r"sources=no/such/folder: no such file or folder"),
         (["train", "tiny", "--data.sources", "empty"], r"sources=empty: no file in this folder ends in any of .*"),
         (
@@ -278,7 +278,8 @@ OWN_TEXT = "glm5 train tiny --run-dir runs/mine --data.sources path/to/your/code
         ("tiny", "runs/mine", ["glm5 train midtrain --init.run runs/mine", OWN_TEXT]),
         ("midtrain", "runs/midtrain", ["glm5 train dsa_warmup"]),
         ("dsa_warmup", "runs/dsa_warmup", ["glm5 train dsa_sparse"]),
-        ("dsa_sparse", "runs/dsa_sparse", []),
+        ("dsa_sparse", "runs/dsa_sparse", ["glm5 sft"]),
+        ("sft", "runs/sft", []),
         ("small", "runs/small", [OWN_TEXT]),
     ],
 )
@@ -437,12 +438,12 @@ def test_eval_reads_other_fields_and_endings(glm5, place, tmp_path):
 
 
 def test_a_first_start_that_fails_leaves_nothing_and_can_be_corrected(glm5, place, tmp_path):
-    start = ["train", place / "mine.py", "--run-dir", tmp_path / "r", "--steps", "1", "--model.vocab-size", "280"]
+    start = ["train", place / "mine.py", "--run-dir", tmp_path / "r", "--steps", "1", "--model.vocab-size", "296"]
     start += ["--data.tokenizer"]
-    line = refused(glm5(*start, "bpe:290"))
-    assert line == "data.tokenizer=bpe:290: has 290 ids, model.vocab_size=280"
+    line = refused(glm5(*start, "bpe:306"))
+    assert line == "data.tokenizer=bpe:306: has 306 ids, model.vocab_size=296"
     assert not (tmp_path / "r").exists()
-    assert glm5(*start, "bpe:270")[0] == 0
+    assert glm5(*start, "bpe:286")[0] == 0
 
 
 def test_a_second_process_in_a_run_directory_is_refused(glm5, place, tmp_path):

@@ -271,7 +271,7 @@ def test_a_first_start_with_a_mistake_leaves_nothing_that_hinders_the_second(con
 
 def test_starting_over_on_other_text_trains_the_tokenizer_again(config, place, tmp_path):
     def bpe(folder):
-        data = dataclasses.replace(config.data, tokenizer="bpe:270", sources=(str(folder),))
+        data = dataclasses.replace(config.data, tokenizer="bpe:286", sources=(str(folder),))
         return dataclasses.replace(config, data=data, steps=1)
 
     other = tmp_path / "other"

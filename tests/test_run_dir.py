@@ -96,10 +96,10 @@ def test_weights_of_a_fresh_model_are_a_function_of_the_seed(config):
 def test_the_tokenizer_of_a_run_is_the_one_it_trained(tmp_path, config):
     from glm5_jax.convert.tokenizer import train_bpe
 
-    data = dataclasses.replace(config.data, tokenizer="bpe:264")
+    data = dataclasses.replace(config.data, tokenizer="bpe:280")
     runs.write_config(tmp_path / "run", dataclasses.replace(config, data=data))
     (tmp_path / "run" / "data").mkdir()
-    tokenizer = train_bpe(["the then them there the then them there " * 5], 264)
+    tokenizer = train_bpe(["the then them there the then them there " * 5], 280)
     tokenizer.save(tmp_path / "run" / "data" / "tokenizer.json")
     found = runs.run_tokenizer(tmp_path / "run")
     assert list(found.encode("them there")) == list(tokenizer.encode("them there"))

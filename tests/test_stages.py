@@ -201,7 +201,7 @@ def test_kept_moments_go_on_as_if_the_run_had_not_ended_under_a_schedule_of_its_
 
 
 def test_the_tokenizer_of_the_source_is_used_and_not_trained_again(config, tmp_path):
-    data = dataclasses.replace(config.data, tokenizer="bpe:270")
+    data = dataclasses.replace(config.data, tokenizer="bpe:286")
     source, other = tmp_path / "source", tmp_path / "other"
     runs.write_config(source, dataclasses.replace(config, data=data))
     load_corpus(data, source / "data")
@@ -215,13 +215,13 @@ def test_the_tokenizer_of_the_source_is_used_and_not_trained_again(config, tmp_p
         changed = stage(config, source, data=data)
         return loop._load_corpus(changed, tmp_path / "data", True, inherit.open_source(changed, tmp_path / "run"))
 
-    tokens = corpus("bpe:270").train[0][0]
+    tokens = corpus("bpe:286").train[0][0]
     mine, theirs = ((folder / "tokenizer.json").read_bytes() for folder in (tmp_path / "data", source / "data"))
     assert mine == theirs
     assert len(tokens) > 100  # words that its training text does not hold are spelled out
     assert (corpus(str(source / "data" / "tokenizer.json")).train[0][0] == tokens).all()
-    for name in ("bytes", "bpe:271"):
-        with pytest.raises(UserError, match=rf"^data\.tokenizer={name}: \S+source was trained with bpe:270$"):
+    for name in ("bytes", "bpe:287"):
+        with pytest.raises(UserError, match=rf"^data\.tokenizer={name}: \S+source was trained with bpe:286$"):
             corpus(name)
 
 

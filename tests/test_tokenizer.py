@@ -48,7 +48,7 @@ def test_byte_ids_by_hand():
     ids = T.ByteTokenizer().encode("a\u00e9\x00")
     assert ids.dtype == np.int32
     assert ids.tolist() == [0x61 + 1, 0xC3 + 1, 0xA9 + 1, 1]
-    assert T.ByteTokenizer.eos_id == 0 and T.ByteTokenizer.vocab_size == 260
+    assert T.ByteTokenizer.eos_id == 0 and T.ByteTokenizer().vocab_size == 260
 
 
 @settings(deadline=None)
@@ -95,14 +95,15 @@ def test_ids_outside_the_vocabulary_are_refused(both, ids):
 
 def test_trained_vocabulary_by_hand():
     """Specials first, then the 256 bytes; the first merge is the most frequent pair, x y: 6 times in each text."""
-    tokenizer = T.train_bpe(["xyxyxy xyxyxy"] * 5, 262)
+    tokenizer = T.train_bpe(["xyxyxy xyxyxy"] * 5, 278)
     vocabulary = tokenizer._tokenizer.get_vocab()
-    assert tokenizer.vocab_size == 262
+    assert tokenizer.vocab_size == 278
     assert [vocabulary[name] for name in (T.END_OF_TEXT, *T.FIM_TOKENS)] == [0, 1, 2, 3]
     assert tokenizer.eos_id == 0 and tokenizer.fim_ids == (1, 2, 3)
-    assert vocabulary["xy"] == 260
-    assert tokenizer.encode("xyz").tolist() == [260, vocabulary["z"]]
-    assert tokenizer.token_bytes[260] == 2
+    assert tokenizer.chat_ids == dict(zip(T.CHAT_TOKENS, range(4, 20), strict=True))
+    assert vocabulary["xy"] == 276
+    assert tokenizer.encode("xyz").tolist() == [276, vocabulary["z"]]
+    assert tokenizer.token_bytes[276] == 2 and not tokenizer.token_bytes[4:20].any()
 
 
 def test_training_is_deterministic(bpe):
@@ -112,7 +113,7 @@ def test_training_is_deterministic(bpe):
 
 def test_training_refuses_a_size_the_text_cannot_reach():
     """Only two merges exist in "ab ab": a b, and the space with ab."""
-    with pytest.raises(UserError, match="tokenizer=bpe:300: the training text yields only 262 tokens; at most bpe:262"):
+    with pytest.raises(UserError, match="tokenizer=bpe:300: the training text yields only 278 tokens; at most bpe:278"):
         T.train_bpe(["ab ab"], 300)
 
 
@@ -134,6 +135,28 @@ def test_foreign_tokenizer_with_added_tokens(tmp_path):
     assert (tokenizer.eos_id, tokenizer.fim_ids, tokenizer.vocab_size) == (256, (257, 258, 259), 261)
     ids = tokenizer.encode("a<think>")
     assert ids[1:].tolist() == [260] and tokenizer.token_bytes[ids].tolist() == [1, 7]
+    assert tokenizer.chat_ids == {"<think>": 260}
+
+
+@settings(deadline=None)
+@given(st.text("<think>ab|", max_size=40))
+def test_plain_text_never_gives_an_added_token(text):
+    """Also where the file does not mark it special; other text is encoded as always."""
+    added = [("<|endoftext|>", True), ("<think>", False), ("<thi", False), ("ab", False)]
+    tokenizer = T.BpeTokenizer(byte_level(added=added), "test")
+    text = f"{text}<think>{text}"
+    assert max(tokenizer.encode(text)) >= 257 > max(tokenizer.encode_plain(text))
+    assert tokenizer.decode(tokenizer.encode_plain(text)) == text
+    plain = text.replace("<thi", "").replace("ab", "")
+    assert tokenizer.encode_plain(plain).tolist() == T.BpeTokenizer(byte_level(added=added[:1]), "test").encode(plain).tolist()
+
+
+def test_the_bytes_of_a_chat_are_those_of_text_and_its_tokens_follow_them():
+    chat, text = T.load_tokenizer("bytes:chat"), T.load_tokenizer("bytes")
+    assert chat.vocab_size == 276 and list(chat.chat_ids.values()) == list(range(260, 276)) and not text.chat_ids
+    assert chat.encode("a<think>").tolist() == text.encode("a<think>").tolist() == chat.encode_plain("a<think>").tolist()
+    assert chat.decode([260, 98, 266]) == "[gMASK]a<think>" and not chat.token_bytes[257:].any()
+    assert chat.fingerprint != text.fingerprint
 
 
 def test_vocabulary_with_holes_is_as_large_as_its_largest_id(tmp_path):
@@ -163,9 +186,9 @@ def test_bad_tokenizer_files(tmp_path):
         assert path in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:259", "bpe:-300", "bpe:\u0663\u0660\u0660\u0660\u0660"])
+@pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:275", "bpe:-300", "bpe:\u0663\u0660\u0660\u0660\u0660"])
 def test_bad_bpe_sizes(name):
-    with pytest.raises(UserError, match="VOCAB of at least 260"):
+    with pytest.raises(UserError, match="VOCAB of at least 276"):
         T.bpe_size(name)
 
 
@@ -174,4 +197,4 @@ def test_bpe_json_names_its_special_tokens(bpe, tmp_path):
     bpe.save(tmp_path / "tokenizer.json")
     added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert [(token["id"], token["content"], token["special"]) for token in added][0] == (0, "<|endoftext|>", True)
-    assert len(added) == 4
+    assert len(added) == 20 and all(token["special"] for token in added)

@@ -8,9 +8,11 @@ Both classes have the same members:
     vocab_size   W, one more than the largest id
     eos_id       id that ends a document; also fills padding
     fim_ids      (prefix, suffix, middle) ids or None
+    chat_ids     dict of the CHAT_TOKENS it has, name -> id
     token_bytes  int32 [W], UTF-8 bytes of text that each id stands for; 0 for special tokens
     fingerprint  str that changes whenever the ids of some text could change
     encode(text) -> int32 [n];  encode_batch(texts) -> list of int32 [n];  decode(ids) -> str
+    encode_plain(text) -> int32 [n], never an added token, not even one that the file calls ordinary
 """
 
 import hashlib
@@ -28,9 +30,15 @@ from glm5_jax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 FIM_TOKENS = ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>")  # the names in the released GLM tokenizer
+CHAT_TOKENS = (  # of the chat template (convert/chat.py), by their names in the released GLM tokenizer
+    "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+)  # fmt: skip
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 FIM_NAMES = (FIM_TOKENS, ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"))
-SMALLEST_BPE = 256 + 1 + len(FIM_TOKENS)
+RESERVED = (END_OF_TEXT, *FIM_TOKENS, *CHAT_TOKENS)  # ids 0.. of a BPE trained here
+SMALLEST_BPE = 256 + len(RESERVED)
 # Code, accents composed and decomposed, white space, four-byte characters: what a lossy tokenizer changes.
 PROBE = "def f(x):\n\treturn  x+1\r\n \u00e9 e\u0301 \ufb01 \u4e2d\u6587 \U0001f600 " + END_OF_TEXT + " \x00\x7f "
 
@@ -43,29 +51,35 @@ def _check_ids(ids, vocab_size: int) -> np.ndarray:
 
 
 class ByteTokenizer:
-    """Id 0 ends a document, byte b is id b + 1, ids 257..259 are the FIM markers: 260 ids in all."""
+    """Id 0 ends a document, byte b is id b + 1, ids 257..259 are the FIM markers: 260 ids in all.
 
-    vocab_size = SMALLEST_BPE
+    With `chat` CHAT_TOKENS are ids 260..275.
+    """
+
     eos_id = 0
     fim_ids = (257, 258, 259)
-    fingerprint = "bytes"
 
-    def __init__(self):
+    def __init__(self, chat: bool = False):
+        names = (END_OF_TEXT, *(bytes([b]) for b in range(256)), *FIM_TOKENS, *(CHAT_TOKENS if chat else ()))
+        self.vocab_size = len(names)
+        self.fingerprint = "bytes:chat" if chat else "bytes"
+        self.chat_ids = {name: names.index(name) for name in CHAT_TOKENS} if chat else {}
         self.token_bytes = np.zeros(self.vocab_size, np.int32)
         self.token_bytes[1:257] = 1
-        names = (END_OF_TEXT, *(bytes([b]) for b in range(256)), *FIM_TOKENS)
         self._pieces = [name if isinstance(name, bytes) else name.encode() for name in names]
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], one id per UTF-8 byte of `text`."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + 1
 
+    encode_plain = encode
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids) -> str:
-        """Text of `ids` [n]; special tokens by name, broken UTF-8 as U+FFFD. UserError for ids outside 0..259."""
+        """Text of `ids` [n]; special tokens by name, broken UTF-8 as U+FFFD. UserError for ids outside 0..W-1."""
         return b"".join(self._pieces[i] for i in _check_ids(ids, self.vocab_size)).decode(errors="replace")
 
 
@@ -85,6 +99,10 @@ class BpeTokenizer:
         check(self.eos_id >= 0, f"tokenizer={source}: has no end-of-document token, any of {', '.join(EOS_NAMES)}")
         found = (names for names in FIM_NAMES if all(name in vocabulary for name in names))
         self.fim_ids = next((tuple(vocabulary[name] for name in names) for names in found), None)
+        self.chat_ids = {name: vocabulary[name] for name in CHAT_TOKENS if name in vocabulary}
+        ordinary = [t.content for t in tokenizer.get_added_tokens_decoder().values() if not t.special]
+        inside = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in ordinary if len(name) > 1]
+        self._inside = re.compile("|".join(inside)) if inside else None  # the place after the first character of each
         self.token_bytes = _token_bytes(tokenizer, vocabulary, self.vocab_size)
         self.token_bytes[self.eos_id] = 0
         ids = self.encode(PROBE)
@@ -95,6 +113,14 @@ class BpeTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], the ids of `text` without any added begin or end."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """Like `encode`, but added tokens that are not marked special cannot be spelled either: int32 [n].
+
+        In released tokenizers <think> and <tool_response> are such tokens. Text that holds a name of one is cut inside it.
+        """
+        pieces = self._inside.split(text) if self._inside else [text]
+        return np.concatenate([self.encode(piece) for piece in pieces])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores."""
@@ -132,10 +158,16 @@ def bpe_size(name: str) -> int | None:
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | BpeTokenizer:
-    """The tokenizer "bytes" or that of a `tokenizer.json` file. UserError for a missing, corrupt or lossy file."""
-    if name == "bytes":
-        return ByteTokenizer()
-    check(Path(name).is_file(), f"tokenizer={name}: no such file; allowed: bytes, bpe:VOCAB, path of a tokenizer.json")
+    """The tokenizer "bytes", "bytes:chat" or that of a `tokenizer.json` file.
+
+    UserError for a missing, corrupt or lossy file.
+    """
+    if name in ("bytes", "bytes:chat"):
+        return ByteTokenizer(chat=name == "bytes:chat")
+    check(
+        Path(name).is_file(),
+        f"tokenizer={name}: no such file; allowed: bytes, bytes:chat, bpe:VOCAB, path of a tokenizer.json",
+    )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(name)
     except Exception as error:  # the library raises bare Exception for a broken file
@@ -146,15 +178,15 @@ def load_tokenizer(name: str) -> ByteTokenizer | BpeTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     """A byte-level BPE of exactly `vocab_size` ids trained on `texts`.
 
-    Id 0 is `<|endoftext|>`, ids 1..3 are the FIM markers, then the 256 bytes, then the merges. The same texts in the
-    same order give the same tokenizer. UserError when the texts are too few for that many merges.
+    Id 0 is `<|endoftext|>`, ids 1..3 are the FIM markers, 4..19 CHAT_TOKENS, then the 256 bytes, then the merges. The same
+    texts in the same order give the same tokenizer. UserError when the texts are too few for that many merges.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, *FIM_TOKENS],
+        special_tokens=list(RESERVED),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

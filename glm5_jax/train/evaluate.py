@@ -21,6 +21,7 @@ from glm5_jax.sharding.context import own
 from glm5_jax.sharding.mesh import AXES, ROWS, local, put_all_rows, total
 from glm5_jax.sharding.rules import parameter_specs
 from glm5_jax.train import retrieval
+from glm5_jax.train.data import ARRAYS
 from glm5_jax.train.loss import cross_entropy
 from glm5_jax.train.metrics import plot_by_length
 from glm5_jax.train.step import target_weights
@@ -51,12 +52,12 @@ def in_batches(rows: Iterable[dict], size: int) -> Iterator[dict]:
     Args:
       rows: from `data.held_out_batches` with one row a batch.
     Yields:
-      tokens, segment_ids, positions [size,T], and "bytes" of text in the targets.
+      tokens, segment_ids, positions [size,T], of conversations loss_mask, and "bytes" of text in the targets.
     """
     rows = iter(rows)
     while part := list(itertools.islice(rows, size)):
         batch = {"bytes": sum(row["bytes"] for row in part)}
-        for name in ("tokens", "segment_ids", "positions"):
+        for name in [name for name in ARRAYS if name in part[0]]:
             together = np.concatenate([row[name] for row in part])
             batch[name] = np.pad(together, ((0, size - len(part)), (0, 0)))  # segment 0: padding
         yield batch
@@ -74,7 +75,7 @@ def bits_per_byte(loss_sum, params: dict, batches: Iterable[dict], progress: Cal
     """
     nats, size, rows = 0.0, 0, 0
     for batch in batches:
-        arrays = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
+        arrays = {name: batch[name] for name in ARRAYS if name in batch}
         nats += float(loss_sum(params, arrays))
         size += batch["bytes"]
         rows += int(np.any(batch["segment_ids"] != 0, axis=1).sum())

@@ -34,7 +34,7 @@ from glm5_jax.sparse import attention
 from glm5_jax.train import flops
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
-from glm5_jax.train.data import Corpus, batches, held_out_batches, load_corpus
+from glm5_jax.train.data import ARRAYS, Corpus, batches, held_out_batches, load_corpus, targets_of
 from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
 from glm5_jax.train.inherit import Source, bring_tokenizer, first_state, first_state_on, open_source
 from glm5_jax.train.metrics import INDEX_KL, Metrics, Progress
@@ -42,7 +42,7 @@ from glm5_jax.train.metrics import read as metrics_of
 from glm5_jax.train.optimizer import make_optimizer
 from glm5_jax.train.schedule import by_step
 from glm5_jax.train.stages import InitConfig, TrainConfig
-from glm5_jax.train.step import Rates, TrainState, flat, make_step, state_specs, trainable_specs
+from glm5_jax.train.step import Rates, TrainState, apart, flat, make_step, state_specs, trainable_specs
 
 
 class Stopped(Exception):
@@ -68,8 +68,7 @@ class _Pending:
 
     step: int
     metrics: dict
-    tokens: np.ndarray
-    segments: np.ndarray
+    batch: dict
     doc_ids: list
 
 
@@ -198,7 +197,8 @@ class Run:
             self.model = place_parameters(self.model, dict(self.mesh.shape))
         specs = trainable_specs(self.model, config.freeze)
         cuts = flat(parameter_specs(self.model)) if self.mesh else None
-        optimizer = make_optimizer(config.optimizer, config.lr.schedule(config.steps), specs, cuts, self.mesh)
+        lr = config.lr.schedule(config.steps)
+        optimizer = make_optimizer(config.optimizer, lr, specs, cuts, self.mesh, apart(config.loss))
         rates = Rates(
             by_step(config.mtp_weight, self.plan, "mtp_weight"), by_step(config.bias_rate, self.plan, "bias_rate")
         )
@@ -285,7 +285,7 @@ class Run:
         self.last_time = time.perf_counter()
         for step in range(start, config.steps):
             self._trace(step, state)
-            batch, tokens, segments, doc_ids = self._next_batch(step)
+            batch, read, doc_ids = self._next_batch(step)
             shape = batch["tokens"].shape
             if shape not in self.programs:
                 if pending:  # before the compiler takes its time, which is not that step's
@@ -296,7 +296,7 @@ class Run:
             done = step + 1
             if pending:
                 self._report(pending)
-            pending = _Pending(done, metrics, tokens, segments, doc_ids)
+            pending = _Pending(done, metrics, read, doc_ids)
             evaluate = done % config.eval_every == 0 and done < config.steps
             save = done % config.checkpoint.every == 0 or done == config.steps
             stop = self._stop(step)  # read once: it may arrive between two lines
@@ -349,14 +349,14 @@ class Run:
         )  # fmt: skip
 
     def _next_batch(self, step: int):
-        """Device batch [A,b,T] of a step, and what names its documents."""
+        """Device batch [A,b,T] of a step, the part of it that this process read, and what names its documents."""
         if self.plan.phase_at(step) != self.phase:
             self.data.close()
             self._open_data(step)
         micro = [next(self.data) for _ in range(self.plan.micro_batches_at(step))]
-        batch = {name: np.stack([m[name] for m in micro]) for name in ("tokens", "segment_ids", "positions")}
+        batch = {name: np.stack([m[name] for m in micro]) for name in ARRAYS if name in micro[0]}
         ids = [ids for m in micro for row in m["doc_ids"] for ids in row]
-        return put_rows(batch, self.mesh), batch["tokens"], batch["segment_ids"], ids
+        return put_rows(batch, self.mesh), batch, ids
 
     def _report(self, pending: _Pending) -> None:
         """Reads the metrics of a step, writes them, and stops the run if the loss is not finite."""
@@ -365,7 +365,7 @@ class Run:
         seconds, self.last_time = now - max(self.last_time, 0), now
         finite = bool(values.pop("finite"))
         load = values.pop("load", None)
-        count, length = pending.tokens.size * self.readers, pending.tokens.shape[-1]
+        count, length = pending.batch["tokens"].size * self.readers, pending.batch["tokens"].shape[-1]
         line = {name: (value if np.ndim(value) else float(value)) for name, value in values.items()}
         line |= {
             "lr": float(self.lr(pending.step - 1)),
@@ -389,9 +389,8 @@ class Run:
 
     def _targets_per_byte(self, pending: _Pending) -> float:
         """Target tokens of a batch per byte of text that they stand for."""
-        after = pending.segments[..., 1:]
-        targets = (after == pending.segments[..., :-1]) & (after > 0)
-        size = self.corpus.tokenizer.token_bytes[pending.tokens[..., 1:]][targets].sum()
+        targets = targets_of(pending.batch)
+        size = self.corpus.tokenizer.token_bytes[pending.batch["tokens"][..., 1:]][targets].sum()
         return float(targets.sum() / max(size, 1))
 
     def _not_finite(self, pending: _Pending, line: dict) -> None:
@@ -399,8 +398,10 @@ class Run:
         norms = {
             "grad_norm": "gradient norm",
             "grad_norm_indexer": "gradient norm of the indexer",
+            "grad_norm_mtp": "gradient norm of MTP",
             "update_norm": "update norm",
             "update_norm_indexer": "update norm of the indexer",
+            "update_norm_mtp": "update norm of MTP",
         }
         norms = ", ".join(f"{words} {line[name]}" for name, words in norms.items() if name in line)
         what = f"step {pending.step}: loss {line['loss']}, {norms}; documents: {names[:500]}"

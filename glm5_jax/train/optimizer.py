@@ -67,6 +67,7 @@ def make_optimizer(
     specs: dict[tuple, Spec],
     cuts: dict | None = None,
     mesh: Mesh | None = None,
+    apart: tuple[str, ...] = ("indexer",),
 ) -> optax.GradientTransformation:
     """The optimizer for a flat dict of parameters.
 
@@ -74,6 +75,7 @@ def make_optimizer(
       cfg: settings. learning_rate: step -> learning rate.
       specs: path -> declaration of each trainable parameter; the same keys as parameters and gradients.
       cuts: path -> jax PartitionSpec over the mesh, if there is one.
+      apart: parts of the model whose gradient is clipped by a norm of its own.
     """
     matrices = {path: muon_matrices(spec, cfg.name) for path, spec in specs.items()}
     decay = {path: decays(spec) for path, spec in specs.items()}
@@ -93,21 +95,21 @@ def make_optimizer(
             optax.add_decayed_weights(cfg.weight_decay, masked("muon")),
             optax.scale_by_learning_rate(learning_rate),
         )
-    groups = {path: group_of(spec) for path, spec in specs.items()}
-    clips = {group: optax.clip_by_global_norm(cfg.clip) for group in ("indexer", "network")}
-    factors = {"indexer": optax.scale(cfg.indexer_rate), "network": optax.identity()}
+    groups = {path: group_of(spec, apart) for path, spec in specs.items()}
+    clips = {group: optax.clip_by_global_norm(cfg.clip) for group in (*apart, "network")}
+    factors = {group: optax.scale(cfg.indexer_rate) if group == "indexer" else optax.identity() for group in clips}
     return optax.chain(optax.partition(clips, groups), optax.partition(parts, labels), optax.partition(factors, groups))
 
 
-def group_of(spec: Spec) -> str:
-    """Which parameters share a norm and a rate: "indexer", or "network" for all others (trunk and MTP learn from one loss)."""
-    return "indexer" if spec.part == "indexer" else "network"
+def group_of(spec: Spec, apart: tuple[str, ...] = ("indexer",)) -> str:
+    """Which parameters share a norm and a rate: a part of `apart`, or "network" for all others: one loss trains them."""
+    return spec.part if spec.part in apart else "network"
 
 
-def norms(tree: dict, specs: dict[tuple, Spec]) -> dict[str, jax.Array]:
+def norms(tree: dict, specs: dict[tuple, Spec], apart: tuple[str, ...] = ("indexer",)) -> dict[str, jax.Array]:
     """Group -> global norm, float32, of a flat dict with the keys of `specs`; groups without parameters are absent."""
-    groups = {group_of(spec) for spec in specs.values()}
-    return {g: optax.global_norm([tree[p] for p, spec in specs.items() if group_of(spec) == g]) for g in sorted(groups)}
+    groups = {path: group_of(spec, apart) for path, spec in specs.items()}
+    return {g: optax.global_norm([tree[p] for p in specs if groups[p] == g]) for g in sorted(set(groups.values()))}
 
 
 def restart_schedule(opt_state: optax.OptState) -> optax.OptState:

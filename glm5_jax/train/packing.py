@@ -149,8 +149,12 @@ def take(parts: list[np.ndarray], start: int, stop: int) -> np.ndarray:
     return np.concatenate(spans).astype(np.int32)
 
 
-def fill_row(pieces: list[np.ndarray], seq_len: int, pad_id: int) -> dict[str, np.ndarray]:
+def fill_row(
+    pieces: list[np.ndarray], seq_len: int, pad_id: int, masks: list[np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
     """tokens, segment_ids, positions, each int32 [T]: segments 1, 2, 3.. and positions from 0 per piece.
+
+    masks: bool like each piece, the trained tokens; then the row has loss_mask, bool [T], too.
 
     The unused tail has tokens `pad_id`, segment 0 and position 0. (pad_id may also be a real token: segment 0, not the
     id, marks padding.)
@@ -164,4 +168,7 @@ def fill_row(pieces: list[np.ndarray], seq_len: int, pad_id: int) -> dict[str, n
         row["segment_ids"][span] = segment
         row["positions"][span] = np.arange(len(piece))
         at += len(piece)
+    if masks is not None:
+        row["loss_mask"] = np.zeros(seq_len, bool)
+        row["loss_mask"][:at] = np.concatenate([*masks, np.zeros(0, bool)])
     return row

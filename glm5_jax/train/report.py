@@ -11,14 +11,16 @@ import numpy as np
 import rich.progress
 
 from glm5_jax.config import check
+from glm5_jax.convert.chat import marked
 from glm5_jax.errors import UserError
 from glm5_jax.model import abstract, merge, split
 from glm5_jax.serve.decode import generate
 from glm5_jax.train import run_dir as runs
-from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpus
+from glm5_jax.train.data import Corpus, DataConfig, held_out_batches, load_corpus, source_files
 from glm5_jax.train.evaluate import bits_per_byte, in_batches, make_loss_sum
+from glm5_jax.train.inherit import bring_tokenizer, open_source
 from glm5_jax.train.metrics import plot
-from glm5_jax.train.sources import list_files, parse_source
+from glm5_jax.train.sources import parse_source
 from glm5_jax.train.stages import RECIPES
 from glm5_jax.train.step import LossConfig
 from glm5_jax.train.token_cache import tokenised
@@ -26,21 +28,22 @@ from glm5_jax.train.token_cache import tokenised
 
 def final_words(config, run_dir: pathlib.Path, result, recipe: str) -> str:
     """A sampled continuation, the score, where everything lies and what to try next. recipe: CONFIG of the command line."""
-    prompt, new = sample_held_out(config, result)
+    chat = config.data.kind == "chat"
+    prompt, new = (answer_held_out if chat else sample_held_out)(config, result)
     curve = run_dir / "loss.png"
     try:
         plot(run_dir, curve)
     except (UserError, OSError) as error:  # no matplotlib, a full disk: the run is done all the same
         curve = error
     commands = [
-        f'glm5 generate {run_dir} --prompt "def parse(" --temperature 0.7',
-        f"glm5 eval {run_dir} --sources path/to/your/code",
+        *([] if chat else [f'glm5 generate {run_dir} --prompt "def parse(" --temperature 0.7']),
+        f"glm5 eval {run_dir} --sources path/to/your/{'conversations.jsonl' if chat else 'code'}",
         *next_trainings(config, run_dir, recipe),
     ]
     return f"""
 held-out bits per byte: {result.bits_per_byte:.4f}
 
---- a held-out function, continued by the model behind the bar ---
+--- a held-out {"conversation" if chat else "function"}, continued by the model behind the bar ---
 {prompt}▌{new}
 ---
 config       {run_dir / "config.json"}
@@ -59,7 +62,8 @@ def next_trainings(config, run_dir: pathlib.Path, recipe: str) -> list[str]:
     for name, make in RECIPES.items():
         # Another model than the recipe's would need the same changes in the next stage.
         if make().init.run == usual and config.model == RECIPES[recipe]().model:
-            commands.append(f"glm5 train {name}" + (f" --init.run {run_dir}" if str(run_dir) != usual else ""))
+            command = "glm5 sft" if make().data.kind == "chat" else f"glm5 train {name}"
+            commands.append(command + (f" --init.run {run_dir}" if str(run_dir) != usual else ""))
     own = "glm5 train tiny --run-dir runs/mine --data.sources path/to/your/code"
     return commands if config.init.run else [*commands, own]
 
@@ -78,16 +82,45 @@ def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 9
                 break
         if prompt:
             break
-    prompt = prompt or "def "
-    graphdef = split(abstract(config.model, runs.network_class(config)))[0]
-    model = merge(graphdef, result.params)
     limit = config.model.max_position_embeddings
-    tokens = np.asarray(tokenizer.encode(prompt), np.int32)[None, : (limit + 1) // 2]
-    prompt, new_tokens = tokenizer.decode(tokens[0]), min(new_tokens, limit - tokens.shape[1])
-    new = generate(model, tokens, new_tokens, temperature=0.7, top_p=0.95)[0]
-    stop = np.flatnonzero(np.isin(new, config.model.eos_token_id))
+    tokens = np.asarray(tokenizer.encode(prompt or "def "), np.int32)[: (limit + 1) // 2]
+    return _continued(config, result, tokens, new_tokens, config.model.eos_token_id)
+
+
+def answer_held_out(config, result, new_tokens: int = 128) -> tuple[str, str]:
+    """The start of a held-out conversation up to its first trained token, and how the model goes on until it stops."""
+    held_out = [source.cut(config.data.seq_len) for source in result.corpus.held_out]
+    source = next(source for source in (*held_out, *result.corpus.train) if len(source))
+    ids = result.corpus.tokenizer.chat_ids
+    stops = (*config.model.eos_token_id, ids["<|user|>"], ids["<|observation|>"])
+    return _continued(config, result, np.asarray(source[0][: source.firsts[0]], np.int32), new_tokens, stops)
+
+
+def _continued(config, result, tokens: np.ndarray, new_tokens: int, stops: tuple[int, ...]) -> tuple[str, str]:
+    """The text of tokens [n], and what the model adds to it before any of `stops`."""
+    tokenizer = result.corpus.tokenizer
+    graphdef = split(abstract(config.model, runs.network_class(config)))[0]
+    new_tokens = min(new_tokens, config.model.max_position_embeddings - len(tokens))
+    new = generate(merge(graphdef, result.params), tokens[None], new_tokens, temperature=0.7, top_p=0.95)[0]
+    stop = np.flatnonzero(np.isin(new, stops))
     new = new[: stop[0]] if len(stop) else new
-    return prompt, tokenizer.decode(new[new < tokenizer.vocab_size])  # the model's vocabulary may be padded
+    return tokenizer.decode(tokens), tokenizer.decode(new[new < tokenizer.vocab_size])  # the model's vocabulary may be padded
+
+
+def show_mask(config) -> None:
+    """Prints the first conversation that would train, each run of trained tokens in brackets, and starts nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = pathlib.Path(folder)
+        if config.init.run:
+            bring_tokenizer(open_source(config, cache), config.data.tokenizer, cache)
+        corpus = load_corpus(config.data, cache)
+        documents = corpus.train[0].cut(config.data.seq_len)
+        print(corpus.summary)
+        for d in [d for d, name in enumerate(documents.ids) if name == documents.ids[0]]:
+            ids = np.append(documents[d], corpus.tokenizer.eos_id)
+            mask = documents.mask(d)
+            print(f"\n{documents.ids[d]}: {mask.sum():,} of {len(mask):,} tokens trained")
+            print(marked(ids, mask, corpus.tokenizer))
 
 
 def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
@@ -135,10 +168,10 @@ def whole_corpus(config: DataConfig, tokenizer) -> Corpus:
     """The sources of `config`, all of it held out."""
     paths, weights = zip(*map(parse_source, config.sources))
     with tempfile.TemporaryDirectory() as cache:
-        files = [list_files(path, config.extensions) for path in paths]
-        field, cache_dir = config.text_field, pathlib.Path(cache)
-        documents, skipped = zip(*(tokenised(f, field, tokenizer, cache_dir, lambda _: None) for f in files))
-        documents = tuple(dataclasses.replace(d, tokens=np.array(d.tokens)) for d in documents)
+        files = [source_files(config, path) for path in paths]
+        how, chat = (config.text_field, tokenizer, pathlib.Path(cache)), config.chat if config.kind == "chat" else None
+        documents, skipped = zip(*(tokenised(f, *how, lambda _: None, chat) for f in files))
+        documents = tuple(d.in_memory() for d in documents)
     lines = [
         f"{path}: {len(d):,} documents, {d.sizes.sum():,} bytes, {d.lengths.sum():,} tokens"
         + "".join(f"; skipped {count:,} {reason}" for reason, count in sorted(skip.items()))

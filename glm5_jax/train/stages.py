@@ -2,8 +2,8 @@
 
 `glm5 train tiny` runs `tiny()` below; `glm5 train path/to/mine.py` runs the function `config()` of that file.
 
-The stages of one model, each starting from the run before it: tiny -> midtrain -> dsa_warmup -> dsa_sparse. They are one loop
-under different settings: what trains (`freeze`), by which loss (`loss`), at which row lengths, from which parameters.
+The stages of one model, each starting from the run before it: tiny -> midtrain -> dsa_warmup -> dsa_sparse -> sft. They are one
+loop under different settings: what trains (`freeze`), by which loss (`loss`), at which row lengths, from which parameters.
 Tokens seen count from the start of each run, and each takes the corpus in an order of its own (`data.seed`; every row length
 of a run adds 1); MTP weight and router-bias rate are those that the paper has reached by then.
 """
@@ -17,6 +17,7 @@ from glm5_jax import config as models
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.sharding.mesh import MeshConfig
 from glm5_jax.train.checkpoint import CheckpointConfig
+from glm5_jax.train.conversations import ARITHMETIC
 from glm5_jax.train.data import DataConfig
 from glm5_jax.train.optimizer import OptimizerConfig
 from glm5_jax.train.schedule import BatchPlan, ByTokens, LearningRate, check_by_tokens
@@ -90,6 +91,10 @@ class TrainConfig:
         check(
             self.model.dtype != "float64" or jax.config.jax_enable_x64,
             "model.dtype=float64: JAX would compute in float32; set JAX_ENABLE_X64=1",
+        )
+        check(
+            self.loss.mtp_steps > 0 or not self.loss.detach_mtp,
+            "loss.detach_mtp=True: there is no MTP loss to keep from the trunk (loss.mtp_steps=0); set it to False",
         )
         _check_indexer(self.freeze, self.loss.index_weight)
         check_by_tokens("mtp_weight", self.mtp_weight)
@@ -209,4 +214,28 @@ def dsa_sparse() -> TrainConfig:
     )
 
 
-RECIPES = {f.__name__: f for f in (tiny, small, midtrain, dsa_warmup, dsa_sparse)}
+def sft() -> TrainConfig:
+    """Supervised fine-tuning after `dsa_sparse`, on conversations (section 3.1): `glm5 sft`.
+
+    GLM-5: rows of up to 202,752 tokens; sizes, epochs and learning rate are not published. The indexer is frozen, as in RL
+    (section 3.2), and MTP goes on learning from the trunk without a gradient into it.
+    Here: sums, explained or worked out with a tool; name conversations of yours with `data.sources`.
+    """
+    return dataclasses.replace(
+        dsa_sparse(),
+        data=DataConfig(
+            sources=(ARITHMETIC,), kind="chat", tokenizer="bpe:2048", seq_len=1024, packing="best_fit", held_out=0.02, seed=6
+        ),
+        lr=LearningRate("cosine", peak=0.001, final=0.0001, warmup_steps=10),
+        optimizer=OptimizerConfig(),
+        loss=LossConfig(mtp_steps=1, detach_mtp=True),
+        freeze=("indexer",),
+        init=InitConfig(run="runs/dsa_sparse"),
+        steps=150,
+        micro_rows=2,
+        batch_rows=((0, 2),),
+        eval_rows=8,
+    )
+
+
+RECIPES = {f.__name__: f for f in (tiny, small, midtrain, dsa_warmup, dsa_sparse, sft)}

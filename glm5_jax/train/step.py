@@ -44,6 +44,7 @@ class LossConfig:
     mtp_steps: int = 3  # tokens beyond the next one to predict; 0 = no MTP loss
     balance_weight: float = 1e-4  # of the sequence-level balance loss, summed over MoE layers
     index_weight: float = 0.0  # of the indexer's loss, which trains nothing but the indexers; 0 = not computed
+    detach_mtp: bool = False  # the MTP loss trains the MTP layer alone: trunk, embedding and head get no gradient of it
     chunk: int = 1024  # tokens of each row whose logits exist at the same time
 
     def __post_init__(self):
@@ -101,12 +102,15 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
     load = [layer["load"] for layer in aux if "load" in layer]
     balance = sum((layer["balance"] for layer in aux if "balance" in layer), jnp.float32(0))
     steps = []
+    teacher = constant(model) if cfg.detach_mtp else model
     if cfg.mtp_steps:
-        steps = model.mtp_steps(hidden, tokens, positions, segments, cfg.mtp_steps, collect)
+        given = jax.lax.stop_gradient(hidden) if cfg.detach_mtp else hidden
+        steps = teacher.mtp_steps(given, tokens, positions, segments, cfg.mtp_steps, collect)
         balance += sum(s.aux["balance"] for s in steps) / cfg.mtp_steps
         load.append(sum(s.aux["load"] for s in steps))
     balance = balance / counts["rows"]
-    loss, (ce, *mtp) = token_losses(model, hidden, steps, batch, counts, mtp_weight, cfg.chunk)
+    head = teacher.output_matrix() if cfg.detach_mtp else None
+    loss, (ce, *mtp) = token_losses(model, hidden, steps, batch, counts, mtp_weight, cfg.chunk, head)
     mtp = sum(mtp, jnp.float32(0)) / max(1, len(mtp))
     loss += cfg.balance_weight * balance
     top = jnp.max(jnp.stack([layer["max_logit"] for layer in aux]))
@@ -117,21 +121,35 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
     return loss, parts
 
 
-def token_losses(model: Glm5, hidden, steps: list, batch: dict, counts: dict, mtp_weight, chunk: int):
+def constant(model: Glm5) -> Glm5:
+    """The model with every parameter outside the MTP layer a constant: the same values, no gradient."""
+    graphdef, params = split(model)
+    params = {p: v if p[0] == "mtp" else jax.lax.stop_gradient(v) for p, v in flat(params).items()}
+    return merge(graphdef, traverse_util.unflatten_dict(params))
+
+
+def token_losses(model: Glm5, hidden, steps: list, batch: dict, counts: dict, mtp_weight, chunk: int, mtp_head=None):
     """Cross entropy of the next token and of each MTP step, from one pass over the head.
 
     Args:
       hidden: of the trunk [b,T,D]. steps: MTP steps. mtp_weight: of the mean over them.
+      mtp_head: [D,W], read by the MTP steps in place of the model's, in a pass of its own: the trunk's is then computed as
+        without them, to the bit.
     Returns:
       (their weighted sum, a list of their means over the whole batch's targets).
     """
     ahead = range(1, len(steps) + 2)
-    hidden = jnp.stack([hidden, *(step.hidden for step in steps)])
     targets = jnp.stack([own(shift(batch["tokens"], d)) for d in ahead])
     weights = [own(target_weights(batch, d)) / count for d, count in zip(ahead, [counts["next"], *counts["mtp"]])]
     scales = jnp.stack([jnp.ones_like(mtp_weight), *[mtp_weight / len(steps) for _ in steps]])
-    loss, means = cross_entropies(hidden, model.output_matrix(), targets, jnp.stack(weights), scales, chunk)
-    return loss, list(means)
+    hidden, weights = jnp.stack([hidden, *(step.hidden for step in steps)]), jnp.stack(weights)
+    arguments = lambda part: (targets[part], weights[part], scales[part], chunk)  # noqa: E731
+    if mtp_head is None or not steps:
+        loss, means = cross_entropies(hidden, model.output_matrix(), *arguments(slice(None)))
+        return loss, list(means)
+    loss, first = cross_entropies(hidden[:1], model.output_matrix(), *arguments(slice(1)))
+    mtp_loss, means = cross_entropies(hidden[1:], mtp_head, *arguments(slice(1, None)))
+    return loss + mtp_loss, [*first, *means]
 
 
 def index_loss(cfg: ModelConfig, aux: list, steps: list, batch: dict, counts: dict) -> jax.Array:
@@ -284,7 +302,8 @@ def make_step(
 
     Metrics: loss, ce, mtp, balance, index_kl (if it has a weight), max_logit, finite, mtp_weight, load [MoE layers,E],
     max_violation [MoE layers] (largest load / mean load - 1); grad_norm and update_norm of trunk and MTP together,
-    grad_norm_indexer and update_norm_indexer, each where something trains.
+    grad_norm_indexer and update_norm_indexer, and, where MTP is detached, grad_norm_mtp and update_norm_mtp, each where
+    something trains.
     """
     check(not cfg.mtp_steps or model.mtp is not None, "loss.mtp_steps: the model has no MTP layer; set it to 0")
     work_out = make_gradients(model, cfg, freeze, mesh)
@@ -298,8 +317,8 @@ def make_step(
         mtp_weight = rates.mtp_weight(state.step)
         loss, parts, grads = work_out(train, frozen, batch, mtp_weight)
         updates, opt_state = optimizer.update(grads, state.opt_state, train)
-        grad_norms = _named_norms("grad_norm", grads, trainable)
-        update_norms = _named_norms("update_norm", updates, trainable)
+        grad_norms = _named_norms("grad_norm", grads, trainable, apart(cfg))
+        update_norms = _named_norms("update_norm", updates, trainable, apart(cfg))
         finite = jnp.all(jnp.isfinite(jnp.stack([loss, *grad_norms.values(), *update_norms.values()])))
         new = params | optax.apply_updates(train, updates)
         load = parts.pop("load")
@@ -318,6 +337,12 @@ def make_step(
     return step
 
 
-def _named_norms(name: str, tree: dict, trainable: dict[tuple, Spec]) -> dict[str, jax.Array]:
+def apart(cfg: LossConfig) -> tuple[str, ...]:
+    """The parts with a gradient norm of their own, by which they are clipped: those that a loss of their own trains."""
+    return ("indexer", "mtp") if cfg.detach_mtp else ("indexer",)
+
+
+def _named_norms(name: str, tree: dict, trainable: dict[tuple, Spec], parts: tuple[str, ...]) -> dict[str, jax.Array]:
     """The norms of the groups that are clipped apart, as metrics."""
-    return {name if group == "network" else f"{name}_{group}": norm for group, norm in norms(tree, trainable).items()}
+    by_group = norms(tree, trainable, parts).items()
+    return {name if group == "network" else f"{name}_{group}": norm for group, norm in by_group}
