@@ -3,6 +3,7 @@
 import math
 import os
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -121,6 +122,17 @@ def test_processes_do_not_accumulate():
         ask(scorer, "_exit", "forked sleeper")
         assert len(children() - before) - 1 <= 2
     assert len(children() - before) - 1 == 0 and len(os.listdir("/dev/fd")) == descriptors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ps without sessions")
+def test_the_fork_of_a_scorer_does_not_score():
+    """It ends with the scorer's return: one process is left in the worker's session."""
+    with Scorer([Odd()], workers=1) as scorer:
+        assert ask(scorer, "fork", "fork", "0.5") == [Score(0.25), Score(0.25), Score(0.5)]
+        time.sleep(0.1)
+        (worker,) = scorer._workers
+        found = subprocess.run(["ps", "-eo", "sid,stat"], capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+        assert [state[0] != "Z" for sid, state in map(str.split, found) if int(sid) == worker.process.pid].count(True) == 1
 
 
 def test_a_worker_that_was_killed_between_calls_is_replaced(scorer):

@@ -120,12 +120,14 @@ def test_tests_cannot_be_made_to_swallow_the_end_of_the_code():
 
 
 def test_expected_values_are_not_in_the_candidates_reach(isolation):
-    """Not in its memory, arguments, environment or directory; and the judge's memory cannot be read."""
+    """Not in its memory, arguments, environment or directory; and, unless it is root, it cannot read the judge's memory."""
     code = """
 import gc, os, sys
 def f(x):
     seen = [repr(o) for o in gc.get_objects() if isinstance(o, (str, dict, list))] + sys.argv + [repr(dict(os.environ))]
-    try: seen.append(open(f'/proc/{os.getppid()}/environ').read() + str(open(f'/proc/{os.getppid()}/mem', 'rb').read(1)))
+    try:
+        open(f'/proc/{os.getppid()}/mem', 'rb')
+        if os.getuid(): return 'memory'
     except OSError: pass
     return 'found' if any('secret' + '-17' in text for text in seen) or os.listdir('.') else 'nothing'
 """

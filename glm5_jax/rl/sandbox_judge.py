@@ -126,7 +126,6 @@ class Candidate:
 
     def ask(self, text: str):
         """Sends a message, returns the value that comes back. Raises what the candidate raised, or `Refused`."""
-        self.check()
         try:
             data = text.encode(errors="replace")  # an answer may hold half a surrogate pair
             self._channel.settimeout(max(self._deadline - time.monotonic(), 0.001))
