@@ -168,7 +168,7 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
     batch = options.batch or groups
     micro = options.micro or batch
     check(batch % micro == 0, f"batch={batch}: must be a multiple of micro={micro}")
-    check_rows(mesh, micro, options.seq)
+    check_rows(mesh, micro, options.seq, "micro" if options.micro else "batch")
     model = place_parameters(abstract(cfg), sizes)
     cuts = flat(parameter_specs(model))
     optimizer = make_optimizer(OptimizerConfig(), lambda _: jnp.float32(1e-4), trainable_specs(model, freeze), cuts, mesh)
@@ -199,9 +199,10 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
     """One token for each row: experts over "expert", rows over "data" and "expert", all other parameters whole on every device,
     which a step that small has no time to gather. Parameters and cache in bfloat16, the cache donated."""
     check(mesh.shape["context"] == 1, "mesh: a decode step splits rows, not their tokens; set context=1")
+    check(not options.micro, f"micro={options.micro}: a decode step takes all its rows at once; set batch")
     groups = math.prod(mesh.shape[a] for a in ROWS)
     batch = options.batch or groups
-    check_rows(mesh, batch, options.seq)
+    check_rows(mesh, batch, options.seq, "batch")
     cfg = dataclasses.replace(cfg, remat="none")
     placed = place_parameters(abstract(cfg), {"expert": mesh.shape["expert"]}, experts_only=True)
     graphdef, params = template(cfg, cfg.dtype)
@@ -318,7 +319,7 @@ def plan(preset: str, cfg: ModelConfig, options: PlanOptions) -> tuple[dict, str
         "preset": preset, "stage": "decode" if options.serve else options.stage,
         "topology": options.topology, "slices": options.slices, "devices": len(devices),
         "chips": len(devices) // chip.per_chip, "mesh": dict(mesh.shape), "seq": options.seq, "rows": program.rows,
-        "micro_rows": program.micro_rows, "parameters": sum(math.prod(x.shape) for x in params),
+        **({} if options.serve else {"micro_rows": program.micro_rows}), "parameters": sum(math.prod(x.shape) for x in params),
         "dtypes": {name: dtypes(tree) for name, tree in program.held.items()} | {"products": network.dtype},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")},
         "program": hashlib.sha256(text.encode()).hexdigest(),
@@ -369,10 +370,15 @@ def costs(program: Program, text: str, chip: Chip) -> dict:
 def table(result: dict) -> str:
     """The results for people."""
     mesh = ", ".join(f"{name} {n}" for name, n in result["mesh"].items())
-    once = f", {result['micro_rows']:,} at once" if result["micro_rows"] != result["rows"] else ""
+    decode = result["stage"] == "decode"
+    if decode:
+        work = f"one token for each of {result['rows']:,} rows, whose caches hold {result['seq']:,}"
+    else:
+        once = f", {result['micro_rows']:,} at once" if result["micro_rows"] != result["rows"] else ""
+        work = f"{result['rows']:,} rows of {result['seq']:,} tokens{once}"
     slices = f" x {result['slices']} slices" if result["slices"] > 1 else ""
     lines = [
-        f"{result['preset']}, {result['stage']}: {result['rows']:,} rows of {result['seq']:,} tokens{once}",
+        f"{result['preset']}, {result['stage']}: {work}",
         f"{result['topology']}{slices}: {result['chips']:,} chips, {result['devices']:,} devices; mesh {mesh}",
         f"compiled in {result['compile_s']:.0f} s, traced in {result['trace_s']:.0f} s",
         "",
@@ -395,7 +401,7 @@ def table(result: dict) -> str:
     if flops["kernels"]:
         lines.append(f"  {'of sparse attention':<26}{flops['kernels'] / 1e12:>10.1f}  (its Pallas kernels, by closed form)")
     lines += [
-        f"  {'of the model':<26}{model / 1e12:>10.1f}  (without recomputation and optimizer)",
+        f"  {'of the model':<26}{model / 1e12:>10.1f}" + ("" if decode else "  (without recomputation and optimizer)"),
         "",
         f"{'read and written in HBM, GB':<28}{result['moved'] / 1e9:>10.1f}",
         "",
@@ -415,7 +421,11 @@ def _what_to_change(result: dict) -> str:
     memory = result["memory"]
     held = memory["parameters"] + memory.get("optimizer state", 0)
     words = [result["compiler"]] if "compiler" in result else [f"headroom below {HEADROOM:.0%}"]
-    if held > 0.6 * memory["memory"]:
+    full = held > 0.6 * memory["memory"]
+    if result["stage"] == "decode":
+        rows = "fewer rows (--batch), or more chips"
+        words.append("parameters take most of the memory: a larger mesh expert" if full else rows)
+    elif full:
         words.append("parameters and optimizer state take most of the memory: more chips")
     else:
         words.append("fewer rows at once (--micro), a larger mesh context for long rows, or more chips")

@@ -175,7 +175,10 @@ def broken(tmp_path):
     return make
 
 
-CODES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float16": "F16", "int64": "I64"}
+CODES = {
+    "float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float16": "F16", "float64": "F64", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
 
 
 def raw_tensors(path):
@@ -337,6 +340,23 @@ def test_a_header_that_lies_about_sizes_is_refused(broken):
         text = json.dumps(wrong).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         refused(path, "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "int16", "int8", "uint8", "bool", ml_dtypes.float8_e5m2])
+def test_weights_that_are_no_floats_with_a_known_value_are_refused(broken, kind):
+    """They would be cast: values of another quantisation without its scales."""
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    path = broken("glm5_tiny", lambda t: t.update({name: t[name].astype(kind)}))
+    code = CODES[np.dtype(kind).name]
+    refused(path, f"model.safetensors: {name} is {code}; weights are read from F64, F32, F16, BF16, F8_E4M3")
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16", ml_dtypes.bfloat16])
+def test_weights_of_other_float_dtypes_are_read(broken, golden, kind):
+    name = "model.norm.weight"
+    expected = load_file(golden("glm5_tiny").path / "model.safetensors")[name].astype(kind).astype(np.float32)
+    path = broken("glm5_tiny", lambda t: t.update({name: t[name].astype(kind)}))
+    assert np.array_equal(TensorDirectory(path).read(name, np.float32), expected)
 
 
 def test_tensors_in_the_same_bytes_are_refused(broken):

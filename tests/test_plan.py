@@ -111,7 +111,8 @@ def test_a_decode_step_gathers_no_parameters():
     assert result["memory"]["cache"] == pytest.approx(64 / 4 * 1024 * ((128 + 64 + 128) * 2 + 4), rel=0.01)
     large = [row for row in result["sent"] if row["bytes"] > 1000]
     assert {(row["kind"], tuple(row["axes"])) for row in large} == {("all-to-all", ("expert",))}
-    assert "decode: 64 rows of 1,024 tokens" in table and result["fits"]
+    assert "decode: one token for each of 64 rows, whose caches hold 1,024\n" in table and result["fits"]
+    assert not re.search("micro|optimizer|recomputation", table + json.dumps(result))
 
 
 @pytest.mark.tpu_compile
@@ -159,6 +160,15 @@ def test_what_does_not_fit_is_said_with_status_1(monkeypatch, capsys):
     assert "DOES NOT FIT: Used 120.00G of 95.74G hbm; fewer rows at once (--micro)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "parameters, words",
+    [(90, "parameters take most of the memory: a larger mesh expert"), (5, "fewer rows (--batch), or more chips")],
+)
+def test_what_a_decode_step_that_does_not_fit_needs(parameters, words):
+    memory = {"parameters": parameters, "cache": 95 - parameters, "memory": 95}
+    assert plan._what_to_change({"stage": "decode", "memory": memory, "compiler": "too much"}) == f"too much; {words}"
+
+
 @pytest.mark.tpu_compile
 def test_rates_of_links():
     """On 8x8x8 v5p chips "data" is one ring of 8, "expert" two, both all three; an all-to-all takes 2 hops in each ring."""
@@ -196,7 +206,10 @@ def test_slices_lie_along_data_and_what_crosses_them_takes_the_network():
         (dict(mesh="data=3,expert=2"), "data x expert x context = 3x2x1: there are 4 devices"),
         (dict(mesh="rows=2"), "need data=N,expert=N,context=N"),
         (dict(mesh="data=2,data=2"), "need data=N,expert=N,context=N"),
-        (dict(mesh="expert=4", batch=6), "micro_rows=6: must be a multiple of mesh data x expert = 4"),
+        (dict(mesh="expert=4", batch=6), "batch=6: must be a multiple of mesh data x expert = 4"),
+        (dict(mesh="expert=4", batch=12, micro=6), "micro=6: must be a multiple of mesh data x expert = 4"),
+        (dict(serve=True, mesh="expert=4", batch=6), "batch=6: must be a multiple of mesh data x expert = 4"),
+        (dict(serve=True, batch=8, micro=4), "micro=4: a decode step takes all its rows at once; set batch"),
         (dict(mesh="context=4", seq=1020), "rows of 1020 tokens cannot be cut into 8 equal pieces"),
         (dict(batch=8, micro=3), "batch=8: must be a multiple of micro=3"),
         (dict(seq=10_000), "seq=10000: the position limit is 4096"),

@@ -19,7 +19,6 @@ from glm5_jax.errors import UserError
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "I64": np.int64, "I32": np.int32, "U8": np.uint8,
 }  # fmt: skip
 CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -31,7 +30,8 @@ class TensorDirectory:
     """All tensors of a checkpoint directory, by name.
 
     Raises:
-      UserError: a file is missing, truncated or corrupt, an FP8 tensor has no scales, a scale no tensor.
+      UserError: a file is missing, truncated or corrupt, a tensor holds integers or another float8, an FP8 tensor has no
+        scales, a scale no tensor.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -170,6 +170,7 @@ def _header(file: pathlib.Path) -> dict:
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
+            check(entry["dtype"] in _DTYPES, f"{file}: {name} is {entry['dtype']}; weights are read from {', '.join(_DTYPES)}")
             dtype, shape = _DTYPES[entry["dtype"]], tuple(map(operator.index, entry["shape"]))
             check(begin >= 0 and base + end <= size, f"{file}: truncated, tensor {name} ends at byte {base + end} of {size}")
             check(end - begin == math.prod(shape) * np.dtype(dtype).itemsize, f"{file}: {name} has the wrong size")

@@ -110,12 +110,12 @@ def largest(x, *axes: str):
     return lax.pmax(x, spread(*axes)) if spread(*axes) else x
 
 
-def check_rows(mesh: Mesh | None, rows: int, tokens: int) -> None:
-    """Raises UserError unless `rows` rows of `tokens` tokens can be shared out evenly."""
+def check_rows(mesh: Mesh | None, rows: int, tokens: int, name: str = "micro_rows") -> None:
+    """Raises UserError unless `rows` rows of `tokens` tokens can be shared out evenly. name: of the setting that rows is."""
     if mesh is None:
         return
     n, pieces = math.prod(mesh.shape[a] for a in ROWS), 2 * mesh.shape["context"]
-    check(rows % n == 0, f"micro_rows={rows}: must be a multiple of mesh data x expert = {n}")
+    check(rows % n == 0, f"{name}={rows}: must be a multiple of mesh data x expert = {n}")
     check(
         pieces == 2 or tokens % pieces == 0,
         f"mesh.context={mesh.shape['context']}: rows of {tokens} tokens cannot be cut into {pieces} equal pieces",

@@ -9,8 +9,9 @@ import reference
 from conftest import GOLDENS
 from glm5_jax.convert.hf import save_hf
 from glm5_jax.convert.safetensors_dir import TensorDirectory
+from glm5_jax.errors import UserError
 from glm5_jax.model import abstract, flat, split
-from glm5_jax.sharding.mesh import shardings_of
+from glm5_jax.sharding.mesh import MeshConfig, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
 from glm5_jax.train.convert import convert
 from helpers_mesh import MESHES, mesh, network
@@ -38,6 +39,18 @@ def test_parameters_lie_where_the_rules_say(sources, sizes, kind):
     for path, array in found.items():
         assert array.sharding.is_equivalent_to(shardings[path], array.ndim), path
         np.testing.assert_array_equal(np.asarray(array), expected[path], err_msg=str(path))
+
+
+def test_a_mesh_may_be_given_by_its_config(sources):
+    model = glm5_jax.load(sources[1], mesh=MeshConfig(expert=2, context=2))
+    for path, array in flat(split(model)[1]).items():
+        assert array.sharding.mesh == mesh(2, 2, 2), path
+    other = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for wrong in ("expert=2", (2, 2, 2), other):
+        with pytest.raises(UserError, match="^mesh=.*: need a MeshConfig, or a mesh of the axes data, expert, context$"):
+            glm5_jax.load(sources[1], mesh=wrong)
+    with pytest.raises(UserError, match="3x1: does not divide the 8 devices"):
+        glm5_jax.load(sources[1], mesh=MeshConfig(expert=3))
 
 
 def test_a_device_of_experts_reads_only_its_own(monkeypatch):
