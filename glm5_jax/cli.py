@@ -123,7 +123,9 @@ def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:
     try:
         result = train(config, run_dir, resume)
     except Stopped as stopped:
-        print(f"stopped; saved in {run_dir}. The same command goes on from here.")
+        same = "The same command" if resume else "The same command without --no-resume"
+        saved = f"saved in {run_dir}. {same} goes on from here."
+        print("stopped; " + (saved if stopped.saved else f"not saved. {same} goes on from the last checkpoint."))
         return 0 if stopped.signal == signal.SIGTERM else 130
     if result.already_done:
         print(f"{run_dir}: already done, {config.steps} steps.")

@@ -379,8 +379,7 @@ def test_full_disk(tmp_path, monkeypatch, where):
     }[where]
     said = save_over_failure(tmp_path, lambda: monkeypatch.setattr(owner, name, refuse), monkeypatch.undo)
     assert said == [
-        "checkpoint of step 2 could not be saved (No space left on device); "
-        "step 1 is kept, the run goes on and tries again at the next save"
+        "checkpoint of step 2 could not be saved (No space left on device); step 1 is kept, the next save tries again"
     ]
 
 

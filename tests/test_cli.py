@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ import safetensors.numpy
 
 import glm5_jax
 from glm5_jax import cli
+from glm5_jax.train import loop
 from glm5_jax.train.report import next_trainings
 from glm5_jax.train.stages import RECIPES, TrainConfig
 from helpers_train import compile_cache, log_softmax, write_corpus, write_run_config
@@ -298,6 +300,23 @@ def test_settings_of_the_command_line_reach_the_run(place):
     stored = json.loads((place / "run" / "config.json").read_text())
     assert stored["steps"] == 2 and stored["seed"] == 7 and stored["data"]["sources"] == [str(place / "corpus")]
     assert sorted(p.name for p in (place / "run" / "checkpoints").iterdir()) == ["2"]
+
+
+@pytest.mark.parametrize(
+    "saved, options, words",
+    [
+        (True, [], "stopped; saved in here. The same command goes on from here."),
+        (False, [], "stopped; not saved. The same command goes on from the last checkpoint."),
+        (True, ["--no-resume"], "stopped; saved in here. The same command without --no-resume goes on from here."),
+    ],
+)
+def test_a_stopped_run_says_which_command_goes_on_and_from_where(monkeypatch, capsys, saved, options, words):
+    def train(*args):
+        raise loop.Stopped(signal.SIGTERM, saved)
+
+    monkeypatch.setattr(loop, "train", train)
+    assert cli.train(["tiny", "--run-dir", "here", *options]) == 0
+    assert capsys.readouterr().out == words + "\n"
 
 
 def test_generate_prints_prompt_and_greedy_continuation_from_both_directories(glm5, place):

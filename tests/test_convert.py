@@ -382,8 +382,8 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(hf_dir, tmp_
         with pytest.raises(SystemExit) as stop:
             cli.main(["convert", str(hf_dir), str(tmp_path / "out")])
         assert stop.value.code == 2
-    line = f"glm5: {tmp_path}/out.partial: cannot go on (No space left on device); the same command does later\n"
-    assert capsys.readouterr().err == line
+    words = "cannot go on (No space left on device); the same command does when there is space"
+    assert capsys.readouterr().err == f"glm5: {tmp_path}/out.partial: {words}\n"
     with pytest.raises(SystemExit) as stop:
         cli.main(["convert", str(hf_dir), str(tmp_path / "out")])
     assert stop.value.code == 0 and same_tensors(hf_dir, tmp_path / "out")
@@ -391,6 +391,11 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(hf_dir, tmp_
         rf"{tmp_path}/out: written in float32; 0.00 GB in \d+.\d s, \d+ MB/s; the disk reads \d+ MB/s; "
         r"peak memory \d+ MB, largest tensor 0 MB\n", capsys.readouterr().out,
     )  # fmt: skip
+
+
+def test_nothing_is_promised_where_the_same_command_would_fail_again(hf_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.pwrite", lambda *args: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    refused(r"out.partial: cannot go on \(Permission denied\)$", hf_dir, tmp_path / "out", "hf", "")
 
 
 def test_a_run_with_a_changed_byte_or_another_network_is_refused(hf_dir, tmp_path):

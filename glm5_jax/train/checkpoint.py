@@ -187,10 +187,7 @@ class Checkpoints:
             raise error
         self._remove_leftovers()
         kept = "there is no earlier one" if self.last_good is None else f"step {self.last_good} is kept"
-        self._say(
-            f"checkpoint of step {step} could not be saved ({reason}); "
-            f"{kept}, the run goes on and tries again at the next save"
-        )
+        self._say(f"checkpoint of step {step} could not be saved ({reason}); {kept}, the next save tries again")
 
     def _prune(self) -> None:
         steps, every = self.steps(), self._config.keep_every

@@ -8,6 +8,7 @@ complete. What is listed, or has its name, is done.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -128,7 +129,9 @@ def convert(source: Path, out: Path, to: str, dtype: str, say: Callable[[str], N
                 (_write_hf if to == "hf" else _write_run)(opened, dtype, work, meter)
             os.replace(work, place)
     except (OSError, ValueError) as error:
-        check(disk_error(error) is None, f"{work}: cannot go on ({disk_error(error)}); the same command does later")
+        reason = disk_error(error)
+        full = reason in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+        check(reason is None, f"{work}: cannot go on ({reason}){'; the same command does when there is space' if full else ''}")
         raise
     (place / _STATE).unlink()
     return Result(dtype, int(meter.done), meter.seconds(), raw, peak_memory(), max(opened.sizes.values()))

@@ -46,10 +46,10 @@ from glm5_jax.train.step import Rates, TrainState, apart, flat, make_step, state
 
 
 class Stopped(Exception):
-    """SIGTERM or Ctrl-C arrived; the state is saved. `signal` is the signal's number."""
+    """SIGTERM or Ctrl-C arrived. signal: the signal's number. saved: whether the disk took the state."""
 
-    def __init__(self, number: int):
-        self.signal = number
+    def __init__(self, number: int, saved: bool):
+        self.signal, self.saved = number, saved
 
 
 @dataclasses.dataclass
@@ -309,7 +309,7 @@ class Run:
             if save or stop:
                 self.checkpoints.save(done, state, self.data.get_state(), wait=bool(stop))
             if stop and done < config.steps:
-                raise Stopped(stop)
+                raise Stopped(stop, saved=self.checkpoints.last_good == done)
         self._trace(config.steps, state)
         return self._final_score(state, start), state
 
