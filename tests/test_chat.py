@@ -194,7 +194,7 @@ def test_names_of_special_tokens_are_tokens_in_the_declaration_and_text_in_a_too
 def test_calls_take_text_as_it_is_and_json_without_escapes():
     arguments = {"s": ' "é"\n', "n": 10, "list": [], "none": None, "digits": "001", "o": {"k": "é"}}
     expected = (
-        "<tool_call>f<arg_key>s</arg_key><arg_value> \"é\"\n</arg_value><arg_key>n</arg_key><arg_value>10</arg_value>"
+        '<tool_call>f<arg_key>s</arg_key><arg_value> "é"\n</arg_value><arg_key>n</arg_key><arg_value>10</arg_value>'
         "<arg_key>list</arg_key><arg_value>[]</arg_value><arg_key>none</arg_key><arg_value>null</arg_value>"
         '<arg_key>digits</arg_key><arg_value>001</arg_value><arg_key>o</arg_key><arg_value>{"k": "é"}</arg_value></tool_call>'
     )
@@ -234,7 +234,8 @@ def test_a_conversation_ends_in_the_stop_that_the_model_samples():
 
 def test_interleaved_thinking_teaches_each_turn_with_its_reasoning_and_once():
     tool = said("", "look", call("f", {})), result("r")
-    first, second, third = taught(user("1"), *tool, said("A", "see"), user("2"), said("B", "two"), user("3"), said("C", "three"))
+    turns = user("1"), *tool, said("A", "see"), user("2"), said("B", "two"), user("3"), said("C", "three")
+    first, second, third = taught(*turns)
     seen = "<tool_call>f</tool_call>"
     assert first == (
         f"[gMASK]<sop><|user|>1<|assistant|><think>⟦look</think>{seen}<|observation|>⟧<tool_response>r</tool_response>"
