@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from glm5_jax.compiling import jit
 from glm5_jax.config import ModelConfig, check
-from glm5_jax.layers.block import NOTHING, Block, Memory, make_context, recompute
+from glm5_jax.layers.block import NOTHING, Block, Memory, make_context, recompute, write
 from glm5_jax.layers.mla import Keys, Selection
 from glm5_jax.layers.mtp import Mtp, MtpStep
 from glm5_jax.layers.norm import rms_norm
@@ -62,7 +62,7 @@ class Cache(NamedTuple):
     Attributes:
       keys: per group, per layer of its pattern, `Keys` with leading [repeats,B,S].
       segment: int32 [B,S], 0 where no real token stands.
-      length: int32 scalar, slots in use.
+      length: int32 [B], slots in use.
     """
 
     keys: tuple
@@ -105,7 +105,7 @@ class Group(nnx.Module):
 
         Args:
           x: [B,T,D]. selection: that of the last layer with an indexer before this group.
-          keys: tuple over the pattern of cached `Keys` [repeats,B,S,...], or None. start: slot to write at.
+          keys: tuple over the pattern of cached `Keys` [repeats,B,S,...], or None. start: int32 [B], slots to write at.
         Returns:
           (x, selection, keys, list over layers of aux).
         """
@@ -129,6 +129,10 @@ class Group(nnx.Module):
             carry = (x, selection if shares else NOTHING)
             return carry, (None if keys is None else tuple(new_keys), aux)
 
+        if keys is not None and self.repeats == 1:  # no loop: what is written into a cache is written in place
+            first = jax.tree.map(lambda a: a[0], (stacked, keys))
+            (x, selection), (keys, aux) = body((x, selection), first)
+            return x, selection, jax.tree.map(lambda a: a[None], keys), aux
         if not jax.tree.leaves(selection) and self.blocks[0].attention.indexer is not None:
             # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
             first = jax.eval_shape(lambda: body((x, NOTHING), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])
@@ -143,6 +147,8 @@ class Glm5(nnx.Module):
 
     Args:
       cfg: the network. rngs: source of fresh weights (float32).
+      scanned: layers that repeat are stacked and scanned; False = every layer has parameters and a cache of its own, which
+        takes longer to compile and copies nothing when it decodes (`unstack`).
 
     A subclass may set `block_class`, and a subclass of Block its `attention_class`, to change a layer
     (experiments/custom_attention.py).
@@ -150,13 +156,14 @@ class Glm5(nnx.Module):
 
     block_class: type[Block] = Block
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, scanned: bool = True):
         d, w, std = cfg.hidden_size, cfg.vocab_size, cfg.initializer_range
         self.cfg = cfg
         self.embedding = declare(
             rngs, (), (w, d), ("vocab", "embed"), "embedding", std, hf="model.embed_tokens.weight"
         )
-        self.groups = nnx.List([Group(cfg, *group, rngs, self.block_class) for group in layer_groups(cfg.layer_kinds)])
+        groups = layer_groups(cfg.layer_kinds) if scanned else [((kind,), 1) for kind in cfg.layer_kinds]
+        self.groups = nnx.List([Group(cfg, *group, rngs, self.block_class) for group in groups])
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", hf="model.norm.weight")
         self.head = declare(
             rngs, (), (d, w), ("embed", "vocab"), "head", std, inputs=(-2,), outputs=(-1,), hf="lm_head.weight"
@@ -209,13 +216,11 @@ class Glm5(nnx.Module):
         """
         if segment_ids is None:
             segment_ids = jnp.ones(tokens.shape, jnp.int32)
-        start = jnp.int32(0) if cache is None else cache.length
-        key_segment = segment_ids
-        if cache is not None:
-            key_segment = jax.lax.dynamic_update_slice(cache.segment, segment_ids, (0, start))
+        start = jnp.zeros(tokens.shape[0], jnp.int32) if cache is None else cache.length
+        key_segment = segment_ids if cache is None else write(cache.segment, segment_ids, start)
         if positions is None:
             positions = default_positions(key_segment, start, tokens.shape[1])
-        rows = Rows(start + slots(*tokens.shape), own(segment_ids))
+        rows = Rows(slots(*tokens.shape) + (0 if cache is None else start[:, None]), own(segment_ids))
         ctx = make_context(rows, key_segment, own(positions), self.cfg)
         x, selection, aux, new_keys = self.embed(own(tokens)), NOTHING, [], []
         for i, group in enumerate(self.groups):
@@ -250,18 +255,19 @@ class Glm5(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if positions is None:
-            positions = default_positions(segment_ids, 0, tokens.shape[1])
+            positions = default_positions(segment_ids, jnp.zeros(tokens.shape[0], jnp.int32), tokens.shape[1])
         graphdef, params = nnx.split(self.mtp)
         mtp = nnx.merge(graphdef, whole(params, self.cfg.dtype))
         return mtp.unroll(hidden, tokens, self.embed, positions, segment_ids, steps, frozenset(collect))
 
 
-def default_positions(segment: jax.Array, start, t: int) -> jax.Array:
-    """Positions int32 [B,t] of slots start..start+t: each run of one segment id in segment [B,S] counts from 0."""
+def default_positions(segment: jax.Array, start: jax.Array, t: int) -> jax.Array:
+    """Positions int32 [B,t] of slots start..start+t, start int32 [B]: each run of one segment id in segment [B,S] counts
+    from 0."""
     slots = jnp.arange(segment.shape[1], dtype=jnp.int32)
     changes = segment != jnp.pad(segment[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     first = jax.lax.cummax(jnp.where(changes, slots, 0), axis=1)
-    return jax.lax.dynamic_slice_in_dim(slots - first, start, t, axis=1)
+    return jnp.take_along_axis(slots - first, start[:, None] + jnp.arange(t, dtype=jnp.int32), axis=1, mode="clip")
 
 
 def check_tokens(tokens, cfg: ModelConfig) -> None:
@@ -280,24 +286,24 @@ def check_room(cache: Cache, t: int) -> None:
     """Raises UserError when t more tokens do not fit (concrete caches only)."""
     slots = cache.segment.shape[1]
     if not isinstance(cache.length, jax.core.Tracer):
-        used = int(cache.length)
+        used = int(np.max(cache.length, initial=0))
         check(used + t <= slots, f"cache: {used} of {slots} slots are in use, {t} more tokens do not fit")
 
 
-def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype=None) -> Cache:
+def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype=None, scanned: bool = True) -> Cache:
     """A cache for `batch` rows of at most `slots` tokens, zeros, in the compute dtype unless told otherwise."""
-    dtype = dtype or cfg.dtype
+    groups = layer_groups(cfg.layer_kinds) if scanned else [((kind,), 1) for kind in cfg.layer_kinds]
     keys = []
-    for pattern, repeats in layer_groups(cfg.layer_kinds):
-        shape = (repeats, batch, slots)
-        width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-        keys.append(
-            tuple(
-                Keys(jnp.zeros((*shape, width), dtype), jnp.zeros((*shape, cfg.index_head_dim), dtype) if full else None)
-                for _, full in pattern
-            )
-        )
-    return Cache(tuple(keys), jnp.zeros((batch, slots), jnp.int32), jnp.int32(0))
+    for pattern, repeats in groups:
+        keys.append(tuple(empty_keys(cfg, (repeats, batch, slots), full, dtype) for _, full in pattern))
+    return Cache(tuple(keys), jnp.zeros((batch, slots), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def empty_keys(cfg: ModelConfig, shape: tuple[int, ...], indexer: bool, dtype=None) -> Keys:
+    """Zeros for the keys of a layer, [*shape,R+P] and, if it owns an indexer, [*shape,J]."""
+    dtype = dtype or cfg.dtype
+    index = jnp.zeros((*shape, cfg.index_head_dim), dtype) if indexer else None
+    return Keys(jnp.zeros((*shape, cfg.kv_lora_rank + cfg.qk_rope_head_dim), dtype), index)
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
@@ -311,6 +317,24 @@ def merge(graphdef: nnx.GraphDef, params: dict) -> nnx.Module:
     return nnx.merge(graphdef, params)
 
 
+def unstack(params: dict) -> dict:
+    """Parameters of a model whose layers are scanned as those of one whose layers are not, nested dicts both.
+
+    The order of the layers: group by group, and in each repeat after repeat of its pattern.
+    """
+    flat_params, first = flat(params), 0
+    result = {path: leaf for path, leaf in flat_params.items() if path[0] != "groups"}
+    for group in sorted(params["groups"]):
+        of_group = {path[2:]: leaf for path, leaf in flat_params.items() if path[:2] == ("groups", group)}
+        width = 1 + max(path[1] for path in of_group)
+        repeats = next(iter(of_group.values())).shape[0]
+        for (blocks, i, *rest), leaf in of_group.items():
+            for r in range(repeats):
+                result["groups", first + r * width + i, blocks, 0, *rest] = leaf[r : r + 1]
+        first += repeats * width
+    return traverse_util.unflatten_dict(result)
+
+
 def specs(model: nnx.Module) -> dict:
     """Nested dict like that of `split`, with the `Spec` of each parameter."""
     state = nnx.state(model)
@@ -318,9 +342,9 @@ def specs(model: nnx.Module) -> dict:
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()["spec"], state, is_leaf=is_param))
 
 
-def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5) -> Glm5:
-    """The model with shapes in place of arrays; nothing is allocated."""
-    return nnx.eval_shape(lambda: network(cfg, nnx.Rngs(0)))
+def abstract(cfg: ModelConfig, network: type[Glm5] = Glm5, **options) -> Glm5:
+    """The model with shapes in place of arrays; nothing is allocated. options: of the constructor."""
+    return nnx.eval_shape(lambda: network(cfg, nnx.Rngs(0), **options))
 
 
 def template(

@@ -209,7 +209,7 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
     cuts = parameter_specs(placed)
     params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings_of(mesh, cuts))
     cache = jax.eval_shape(lambda: empty_cache(cfg, batch, options.seq))
-    places = Cache(jax.tree.map(lambda _: PartitionSpec(None, ROWS), cache.keys), PartitionSpec(ROWS), PartitionSpec())
+    places = Cache(jax.tree.map(lambda _: PartitionSpec(None, ROWS), cache.keys), PartitionSpec(ROWS), PartitionSpec(ROWS))
     cache = jax.tree.map(lambda x, s: x.update(sharding=s), cache, shardings_of(mesh, places))
     rows = PartitionSpec(ROWS)
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, rows))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.train.loss import cross_entropies, cross_entropy
+from glm5_jax.train.loss import cross_entropies, cross_entropy, token_log_probs
 from helpers_train import buffer_sizes, log_softmax
 
 B, T, D, W = 2, 12, 5, 31
@@ -118,3 +118,23 @@ def test_no_buffer_of_the_compiled_program_holds_the_logits(what):
 
     assert max(program(chunk)) == b * chunk * w
     assert max(program(t)) == b * t * w  # the test would see them
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.3])
+def test_token_log_probs_and_entropy_in_float64(chunk, temperature):
+    rng = np.random.default_rng(0)
+    hidden, head, targets = rng.standard_normal((2, 8, 5)), rng.standard_normal((5, 7)), rng.integers(0, 7, (2, 8))
+    logits = hidden @ head / temperature
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    logp, entropy = token_log_probs(*(jnp.asarray(x, jnp.float32) for x in (hidden, head)), targets, temperature, chunk)
+    chosen = np.take_along_axis(p, targets[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logp, np.log(chosen), atol=2e-6)
+    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), atol=2e-6)
+    # d logp / d logits = (one-hot - p) / temperature
+    weight = rng.standard_normal((2, 8))
+    loss = lambda h, w: jnp.sum(weight * token_log_probs(h, w, targets, temperature, chunk)[0])  # noqa: E731
+    d_hidden, d_head = jax.grad(loss, (0, 1))(*(jnp.asarray(x, jnp.float32) for x in (hidden, head)))
+    d_logits = weight[..., None] * (np.eye(7)[targets] - p) / temperature
+    np.testing.assert_allclose(d_hidden, d_logits @ head.T, atol=2e-5)
+    np.testing.assert_allclose(d_head, np.einsum("btd,btw->dw", hidden, d_logits), atol=5e-5)

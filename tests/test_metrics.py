@@ -178,7 +178,7 @@ def test_progress_without_a_terminal_prints_every_ten_seconds(monkeypatch):
     with Progress(50, start=10, console=rich.console.Console(file=out)) as progress:
         for step in range(11, 51):
             now[0] += 3.0
-            progress.update(step, loss=2.0, tokens_per_s=12_345.6)
+            progress.show(step, "loss 2.0000  12,346 tokens/s")
             if step == 12:
                 progress.say("checkpoint [of step] 12 saved")
     # 3 s a step: 12 s have passed at steps 14, 18, 22, ..., 50.
@@ -192,7 +192,7 @@ def test_progress_on_a_terminal_is_a_live_line():
     out = io.StringIO()
     console = rich.console.Console(file=out, force_terminal=True, width=100, color_system=None)
     with Progress(4, console=console) as progress:
-        progress.update(2, loss=1.25, tokens_per_s=1000.0)
+        progress.show(2, "loss 1.2500  1,000 tokens/s")
         progress.say("above")
     text = out.getvalue()
     assert "step 2/4" in text and "loss 1.2500  1,000 tokens/s" in text and "above" in text
@@ -201,7 +201,7 @@ def test_progress_on_a_terminal_is_a_live_line():
 def test_progress_shows_the_loss_of_the_indexer_where_there_is_one():
     out = io.StringIO()
     with Progress(2, console=rich.console.Console(file=out)) as progress:
-        progress.update(2, loss=1.25, tokens_per_s=1000.0, index_kl=0.0625)
+        progress.show(2, "loss 1.2500  index KL 0.0625  1,000 tokens/s")
     assert out.getvalue().startswith("step 2/2  loss 1.2500  index KL 0.0625  1,000 tokens/s  ")
 
 
@@ -211,7 +211,7 @@ def test_time_that_does_not_recur_is_not_in_the_time_left(monkeypatch):
     with Progress(4, console=rich.console.Console(file=out)) as progress:
         now[0] += 90.0
         progress.leave_out(88.0)
-        progress.update(1, loss=2.0, tokens_per_s=1.0)
+        progress.show(1, "loss 2.0000  1 tokens/s")
     assert out.getvalue().endswith("0:00:06 left\n")  # 2 s a step, 3 steps to go
 
 

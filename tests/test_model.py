@@ -11,7 +11,8 @@ import pytest
 import reference
 from conftest import forward
 from glm5_jax.errors import UserError
-from glm5_jax.model import default_positions, empty_cache, layer_groups, merge, split
+from glm5_jax.layers.block import write
+from glm5_jax.model import abstract, default_positions, empty_cache, layer_groups, merge, split, unstack
 
 F, S, D = ("moe", True), ("moe", False), ("dense", True)
 
@@ -191,15 +192,15 @@ def test_an_empty_chunk_changes_nothing(micro, tokens):
     expected = run(model, tokens[:, :10]).logits
     logits, _, cache = feed(model, tokens, (5, 0, 5), 12)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
-    assert int(cache.length) == 10
+    assert cache.length.tolist() == [10] * len(tokens)
 
 
 def poison(value):
     """Overwrites every slot that holds no token, of latents and index keys."""
 
     def edit(cache):
-        unused = jnp.arange(cache.segment.shape[1]) >= cache.length
-        return cache._replace(keys=jax.tree.map(lambda k: jnp.where(unused[:, None], value, k), cache.keys))
+        unused = jnp.arange(cache.segment.shape[1]) >= cache.length[:, None]
+        return cache._replace(keys=jax.tree.map(lambda k: jnp.where(unused[..., None], value, k), cache.keys))
 
     return edit
 
@@ -211,6 +212,30 @@ def test_unused_cache_slots_are_never_read(micro, tokens, value, kind):
     clean, _, _ = feed(model, tokens, (3, 5, 5), 24)
     dirty, _, _ = feed(model, tokens, (3, 5, 5), 24, cache_edit=poison(value))
     np.testing.assert_array_equal(dirty, clean)
+
+
+@pytest.mark.parametrize("settings", [{}, SHARE, {"attention": "dense"}], ids=["all full", "IndexShare", "dense"])
+def test_rows_of_different_lengths_and_layers_of_their_own_equal_one_pass(micro, tokens, settings):
+    """The second row is 6 tokens ahead; layers that are not scanned compute the same."""
+    model, _ = micro(**settings)
+    whole = np.asarray(run(model, tokens).logits)
+    graphdef, params = split(model)
+    apart = merge(split(abstract(model.cfg, scanned=False))[0], unstack(params))
+    cache = empty_cache(model.cfg, 2, 24, scanned=False)
+    _, _, cache = jax.jit(lambda m, t, c: m.trunk(t, cache=c))(apart, tokens[:2, :9], cache)
+    cache = cache._replace(length=jnp.array([3, 9]), segment=(jnp.arange(24) < jnp.array([[3], [9]])).astype(jnp.int32))
+    cache = poison(np.nan)(cache)
+    new = jnp.stack([tokens[0, 3:8], tokens[1, 9:14]])
+    hidden, _, cache = jax.jit(lambda m, t, c: m.trunk(t, cache=c))(apart, new, cache)
+    expected = np.stack([whole[0, 3:8], whole[1, 9:14]])
+    np.testing.assert_allclose(apart.logits(hidden), expected, rtol=0, atol=5e-5)
+    assert cache.length.tolist() == [8, 14]
+
+
+def test_what_does_not_fit_into_a_row_of_the_cache_is_dropped():
+    old = jnp.zeros((2, 4))
+    new = write(old, jnp.ones((2, 3)), jnp.array([0, 3]))
+    np.testing.assert_array_equal(new, [[1, 1, 1, 0], [0, 0, 0, 1]])
 
 
 def test_decoding_past_k_is_sparse(micro, tokens):
@@ -245,7 +270,7 @@ def test_cropping_the_cache_and_going_on_equals_never_having_seen_more(micro, to
     _, _, cache = feed(model, tokens, (8,), 24)
     kept = cache.segment * (jnp.arange(24) < 6)
     other = (tokens[:, 6:11] + 3) % 32
-    out = run(model, other, cache=cache._replace(length=jnp.int32(6), segment=kept))
+    out = run(model, other, cache=cache._replace(length=jnp.full(len(tokens), 6), segment=kept))
     expected = run(model, np.concatenate([tokens[:, :6], other], 1)).logits[:, 6:]
     np.testing.assert_allclose(out.logits, expected, rtol=0, atol=5e-5)
 
@@ -263,8 +288,8 @@ def test_calls_leave_nothing_behind_in_the_model(micro, tokens):
 def test_default_positions_count_each_document_from_zero():
     segment = jnp.array([[0, 0, 1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 5, 5, 5, 5]])
     expected = [[0, 1, 0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1, 2, 3]]
-    np.testing.assert_array_equal(default_positions(segment, 0, 8), expected)
-    np.testing.assert_array_equal(default_positions(segment, 3, 4), np.array(expected)[:, 3:7])
+    np.testing.assert_array_equal(default_positions(segment, jnp.zeros(len(segment), jnp.int32), 8), expected)
+    np.testing.assert_array_equal(default_positions(segment, jnp.full(len(segment), 3), 4), np.array(expected)[:, 3:7])
 
 
 PACKED = np.array([[1] * 9 + [2] * 3 + [3] * 8, [0] * 4 + [1] * 13 + [0] * 3])

@@ -198,3 +198,20 @@ def test_bpe_json_names_its_special_tokens(bpe, tmp_path):
     added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert [(token["id"], token["content"], token["special"]) for token in added][0] == (0, "<|endoftext|>", True)
     assert len(added) == 20 and all(token["special"] for token in added)
+
+
+def test_a_tokenizer_of_few_characters():
+    t = T.load_tokenizer("chars:01=\u00e9")
+    assert (t.vocab_size, t.eos_id, t.fim_ids) == (5, 0, None)
+    assert t.encode("1=0\u00e9").tolist() == [2, 3, 1, 4] and t.encode("").dtype == np.int32
+    assert t.decode([4, 1, 0]) == "\u00e90<|endoftext|>"
+    assert t.token_bytes.tolist() == [0, 1, 1, 1, 2]
+    assert t.fingerprint != T.load_tokenizer("chars:01\u00e9=").fingerprint
+    for text in ("2", "1=0 ", "<|endoftext|>"):
+        with pytest.raises(UserError, match="has no"):
+            t.encode(text)
+    for name in ("chars:", "chars:11"):
+        with pytest.raises(UserError, match="each once"):
+            T.load_tokenizer(name)
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        t.decode([5])

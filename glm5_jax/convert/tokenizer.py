@@ -138,6 +138,41 @@ class BpeTokenizer:
         partial.replace(path)
 
 
+class CharTokenizer:
+    """Id 0 ends a document, the characters of an alphabet follow: for tasks whose texts use few of them, and small models.
+
+    Raises UserError when the alphabet is empty or has a character twice, and for text outside of it.
+    """
+
+    eos_id = 0
+    fim_ids = None
+
+    def __init__(self, alphabet: str):
+        once = bool(alphabet) and len(set(alphabet)) == len(alphabet)
+        check(once, f"tokenizer=chars:{alphabet}: needs characters behind the colon, each once")
+        self.fingerprint, self.vocab_size = f"chars:{alphabet}", len(alphabet) + 1
+        self.chat_ids: dict[str, int] = {}
+        self.token_bytes = np.array([0, *(len(c.encode()) for c in alphabet)], np.int32)
+        self._pieces = [END_OF_TEXT, *alphabet]
+        self._ids = {c: i for i, c in enumerate(alphabet, 1)}
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], one id per character of `text`."""
+        foreign = sorted(set(text) - set(self._ids))
+        check(not foreign, f"tokenizer={self.fingerprint}: has no {foreign[0] if foreign else ''!r}, which the text needs")
+        return np.array([self._ids[c] for c in text], np.int32)
+
+    encode_plain = encode
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids) -> str:
+        """Text of `ids` [n], the end by name. UserError for ids outside 0..W-1."""
+        return "".join(self._pieces[i] for i in _check_ids(ids, self.vocab_size))
+
+
 def _token_bytes(tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int], vocab_size: int) -> np.ndarray:
     """int32 [W]. In the vocabulary of a byte-level BPE each character of a token stands for one byte."""
     sizes = np.zeros(vocab_size, np.int32)
@@ -157,16 +192,18 @@ def bpe_size(name: str) -> int | None:
     return size
 
 
-def load_tokenizer(name: str) -> ByteTokenizer | BpeTokenizer:
-    """The tokenizer "bytes", "bytes:chat" or that of a `tokenizer.json` file.
+def load_tokenizer(name: str) -> ByteTokenizer | CharTokenizer | BpeTokenizer:
+    """The tokenizer "bytes", "bytes:chat", "chars:ALPHABET" or that of a `tokenizer.json` file.
 
     UserError for a missing, corrupt or lossy file.
     """
     if name in ("bytes", "bytes:chat"):
         return ByteTokenizer(chat=name == "bytes:chat")
+    if name.startswith("chars:"):
+        return CharTokenizer(name.removeprefix("chars:"))
     check(
         Path(name).is_file(),
-        f"tokenizer={name}: no such file; allowed: bytes, bytes:chat, bpe:VOCAB, path of a tokenizer.json",
+        f"tokenizer={name}: no such file; allowed: bytes, bytes:chat, chars:ALPHABET, bpe:VOCAB, path of a tokenizer.json",
     )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(name)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from glm5_jax.config import ModelConfig
@@ -21,19 +22,24 @@ NOTHING = Selection()
 
 
 class Memory(NamedTuple):
-    """Cached keys of earlier tokens and the slot, an int32 scalar, at which this call's tokens are written."""
+    """Cached keys of earlier tokens and the slots, int32 [B], at which this call's tokens are written; None = nowhere."""
 
     keys: Keys
-    start: jax.Array
+    start: jax.Array | None
 
 
 def remember(memory: Memory, new: Keys) -> Keys:
-    """The cache with the keys of this call's tokens written at `memory.start`."""
+    """The cache with the keys of this call's tokens written from `memory.start` on; what lies past its end is dropped."""
+    if memory.start is None:
+        return memory.keys
+    return jax.tree.map(lambda old, new: write(old, new, memory.start), memory.keys, new)
 
-    def write(old, new):
-        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, memory.start, 0))
 
-    return jax.tree.map(write, memory.keys, new)
+def write(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """old [B,S,...] with new [B,T,...] written into slots start..start+T of each row, start int32 [B]."""
+    b, t = new.shape[:2]
+    at = start[:, None] + jnp.arange(t, dtype=jnp.int32)
+    return old.at[jnp.arange(b)[:, None], at].set(new.astype(old.dtype), mode="drop", unique_indices=True)
 
 
 class Block(nnx.Module):

@@ -15,7 +15,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.layers.block import NOTHING, Block, make_context, recompute
+from glm5_jax.layers.block import NOTHING, Block, Memory, make_context, recompute
+from glm5_jax.layers.mla import Selection
 from glm5_jax.layers.norm import rms_norm
 from glm5_jax.layers.param import declare
 from glm5_jax.sharding.context import own, slots
@@ -59,6 +60,30 @@ class Mtp(nnx.Module):
         self.block = block(cfg, "moe", True, rngs, (), part="mtp")
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="shared_head.norm.weight")
 
+    def join(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+        """What the layer reads [B,T,D]: the embedding of the token ahead and the hidden state, the embedding's half first."""
+        eps = self.cfg.rms_norm_eps
+        pair = [rms_norm(embedded, self.embed_norm[...], eps), rms_norm(hidden, self.hidden_norm[...], eps)]
+        x = jnp.concatenate(pair, axis=-1)
+        return x @ self.project[...].astype(x.dtype)
+
+    def extend(self, hidden, embedded, slot, live, memory: Memory, selection: Selection = NOTHING, reuse: bool = False):
+        """One step of decoding, with cached keys of the rows before.
+
+        Args:
+          hidden, embedded: [B,T,D], what the rows join. slot: int32 [B,T], where they stand; their position as well.
+          live: bool [B], rows of the batch that count. memory: see `Block`; slots behind a row's last one are not read.
+          selection, reuse: see `Block`.
+        Returns:
+          (hidden [B,T,D] after `shared_head.norm`, selection, keys).
+        """
+        segment = jnp.broadcast_to(live[:, None], slot.shape).astype(jnp.int32)
+        filled = jnp.arange(memory.keys.latent.shape[1]) <= slot[:, -1:]
+        ctx = make_context(Rows(slot, segment), filled.astype(jnp.int32), slot, self.cfg)
+        x = self.join(embedded, hidden)
+        x, selection, keys, _ = self.block(x, ctx, selection, memory, reuse=reuse)
+        return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps), selection, keys
+
     def unroll(
         self, hidden, tokens, embed: Callable, positions, segment_ids, steps: int, collect: frozenset = frozenset()
     ) -> list[MtpStep]:
@@ -82,14 +107,7 @@ class Mtp(nnx.Module):
         def step(selection, keys, reuse, hidden, inputs):
             embedded, segment = inputs
             hidden = checkpoint_name(hidden, "layer_input")
-            x = jnp.concatenate(
-                [
-                    rms_norm(embedded, self.embed_norm[...], cfg.rms_norm_eps),
-                    rms_norm(hidden, self.hidden_norm[...], cfg.rms_norm_eps),
-                ],
-                axis=-1,
-            )
-            x = x @ self.project[...].astype(x.dtype)
+            x = self.join(embedded, hidden)
             ctx = make_context(Rows(slots(*segment.shape), own(segment)), segment, positions, cfg)
             x, chosen, used, aux = self.block(x, ctx, selection, keys=keys, collect=collect, reuse=reuse)
             hidden = rms_norm(x, self.norm[...], cfg.rms_norm_eps)

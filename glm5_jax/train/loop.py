@@ -6,11 +6,9 @@ bit-identical to those of a run that was never stopped.
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import math
-import os
 import pathlib
 import shutil
 import signal
@@ -41,15 +39,9 @@ from glm5_jax.train.metrics import INDEX_KL, Metrics, Progress
 from glm5_jax.train.metrics import read as metrics_of
 from glm5_jax.train.optimizer import make_optimizer
 from glm5_jax.train.schedule import by_step
+from glm5_jax.train.session import Stopped, only_one, signals, start_over, write_config
 from glm5_jax.train.stages import InitConfig, TrainConfig
 from glm5_jax.train.step import Rates, TrainState, apart, flat, make_step, state_specs, trainable_specs
-
-
-class Stopped(Exception):
-    """SIGTERM or Ctrl-C arrived. signal: the signal's number. saved: whether the disk took the state."""
-
-    def __init__(self, number: int, saved: bool):
-        self.signal, self.saved = number, saved
 
 
 @dataclasses.dataclass
@@ -80,7 +72,7 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
       Stopped: after a signal.
     """
     run_dir = pathlib.Path(run_dir)
-    with processes.watched(settings_text(config, run_dir, resume)), _only_one(run_dir):
+    with processes.watched(settings_text(config, run_dir, resume)), only_one(run_dir):
         attention.implementation_of(config.model, config.micro_rows, config.data.seq_len)  # refuses what this machine cannot do
         fresh = bool(processes.from_first("" if resume and (run_dir / "config.json").exists() else "fresh"))
         if not fresh:
@@ -99,7 +91,7 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
                     run_dir.rmdir()
             raise
         if fresh and processes.is_first():
-            _start_over(run_dir)
+            start_over(run_dir)
             data.rename(run_dir / "data")
         processes.from_first("")  # nobody goes on before process 0 is here
         print(run.header())
@@ -109,24 +101,6 @@ def train(config: TrainConfig, run_dir: str | pathlib.Path, resume: bool = True)
 def settings_text(config: TrainConfig, run_dir: pathlib.Path, resume: bool) -> str:
     """What has to be the same in all processes of a run, one setting a line."""
     return json.dumps(dataclasses.asdict(config) | {"resume": resume, "run_dir": str(run_dir)}, indent=0)
-
-
-@contextlib.contextmanager
-def _only_one(run_dir: pathlib.Path):
-    """Holds the run directory: a second process that trains in it would take this one's checkpoints for leftovers."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run_dir, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"{run_dir}: cannot be used as a run directory ({error.strerror})") from None
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, handle)
-        try:
-            if processes.is_first():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run_dir}: another process is training here") from None
-        yield
 
 
 def _load_corpus(config: TrainConfig, data: pathlib.Path, fresh: bool, source: Source | None) -> Corpus:
@@ -148,21 +122,6 @@ def _load_corpus(config: TrainConfig, data: pathlib.Path, fresh: bool, source: S
         f"data.tokenizer={name}: ends documents in id {tokenizer.eos_id}, but model.eos_token_id={model.eos_token_id}",
     )
     return corpus
-
-
-def _start_over(run_dir: pathlib.Path) -> None:
-    for name in ("checkpoints", "metrics.jsonl", "config.json", "data"):
-        path = run_dir / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    for events in run_dir.glob("events.out.tfevents.*"):
-        events.unlink()
-
-
-def _write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
-    try:
-        runs.write_config(run_dir, config)
-    except OSError as error:
-        raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
 
 
 def _attention_words(config: TrainConfig) -> str:
@@ -262,11 +221,11 @@ class Run:
         if start > self.config.steps:
             raise UserError(f"{self.run_dir}: stands at step {start}, past steps={self.config.steps}")
         if processes.is_first():
-            _write_config(self.run_dir, self.config)
+            write_config(self.run_dir, self.config)
             self.metrics = Metrics(self.run_dir, start, say=lambda text: self.say(text))
         progress = Progress(self.config.steps, start)
         try:
-            with progress, self._signals():
+            with progress, signals(self):
                 self.progress, self.say = progress, progress.say
                 if start and start < self.config.steps:
                     self.say(f"resuming at step {start}")
@@ -383,7 +342,8 @@ class Run:
             line["load"] = load
         if processes.is_first():
             self.metrics.write(pending.step, line)
-        self.progress.update(pending.step, line["loss"], line["tokens_per_s"], line.get(INDEX_KL))
+        kl = f"  index KL {line[INDEX_KL]:.4g}" if INDEX_KL in line else ""
+        self.progress.show(pending.step, f"loss {line['loss']:.4f}{kl}  {line['tokens_per_s']:,.0f} tokens/s")
         if not finite:
             self._not_finite(pending, line)
 
@@ -439,26 +399,3 @@ class Run:
             jax.block_until_ready(state)  # the traced steps have only been dispatched
             jax.profiler.stop_trace()
             self.tracing = False
-
-    @contextlib.contextmanager
-    def _signals(self):
-        """SIGTERM and Ctrl-C end the run after the step in hand; a second Ctrl-C at once.
-
-        Where several processes train, JAX takes SIGTERM to any of them and tells the others; Ctrl-C ends the one it reaches.
-        """
-        if jax.process_count() > 1:
-            yield
-            return
-
-        def stop(number, frame):
-            if self.signal and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.signal = number
-            self.say("stopping after this step; the state will be saved")
-
-        old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)

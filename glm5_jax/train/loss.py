@@ -34,6 +34,38 @@ def cross_entropies(hidden, head, targets, weights, scales, chunk: int) -> tuple
     return total, jax.lax.stop_gradient(sums)
 
 
+def token_log_probs(hidden, head, targets, temperature: float, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of every target under softmax(hidden head / temperature), and the entropy of that distribution.
+
+    Args:
+      hidden: [B,T,D]. head: [D,W]. targets: int32 [B,T]. temperature: positive.
+      chunk: tokens of each row whose logits exist at the same time; in the backward pass they are computed again.
+    Returns:
+      float32 [B,T] twice; the entropy, in nats, has no gradient.
+    """
+    b, t = targets.shape
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+
+    def of_chunk(x):
+        hidden, targets = x
+        logits = jnp.einsum("btd,dw->btw", hidden, head.astype(hidden.dtype), preferred_element_type=wide) / temperature
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        target = targets[..., None] == jnp.arange(head.shape[1])
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        return jnp.sum(jnp.where(target, log_p, 0), axis=-1), jax.lax.stop_gradient(entropy)
+
+    if t <= chunk:
+        return of_chunk((hidden, targets))
+    n = math.ceil(t / chunk)
+
+    def split(x):  # [B,T,...] -> [n,B,chunk,...]
+        x = jnp.pad(x, [(0, 0), (0, n * chunk - t)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, n, chunk, *x.shape[2:]), 1, 0)
+
+    results = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), (split(hidden), split(targets)))
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(b, n * chunk)[:, :t] for x in results)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _cross_entropies(hidden, head, targets, weights, scales, chunk):
     sums = _scan(hidden, head, targets, weights, scales, chunk, with_grads=False)[0]

@@ -198,10 +198,8 @@ class Progress:
     def __exit__(self, *exception) -> None:
         self._bar.stop()
 
-    def update(self, step: int, loss: float, tokens_per_s: float, index_kl: float | None = None) -> None:
-        """Shows that `step` steps are done. The numbers are those of the newest step; `index_kl` if it is computed."""
-        kl = "" if index_kl is None else f"  index KL {index_kl:.4g}"
-        numbers = f"loss {loss:.4f}{kl}  {tokens_per_s:,.0f} tokens/s"
+    def show(self, step: int, numbers: str) -> None:
+        """Shows that `step` steps are done, and the numbers of the newest one."""
         left = self._time_left(step)
         self._bar.update(self._task, completed=step, numbers=numbers, left=left)
         now = time.monotonic()

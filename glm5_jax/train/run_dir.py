@@ -1,4 +1,8 @@
-"""A run directory: `config.json` (complete, reloadable), metrics, checkpoints, and the tokenizer under `data/`."""
+"""A run directory: `config.json` (complete, reloadable), metrics, checkpoints, and the tokenizer under `data/`.
+
+A config is a TrainConfig, or of another class with the same `model`, `network`, `data.tokenizer` and `init`; then config.json
+names it.
+"""
 
 import dataclasses
 import json
@@ -26,7 +30,8 @@ def write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
     """Writes RUN/config.json in one move."""
     run_dir.mkdir(parents=True, exist_ok=True)
     new = run_dir / "config.json.new"
-    new.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    kind = {} if type(config) is TrainConfig else {"kind": f"{type(config).__module__}:{type(config).__qualname__}"}
+    new.write_text(json.dumps(kind | dataclasses.asdict(config), indent=2) + "\n")
     os.replace(new, run_dir / "config.json")
 
 
@@ -38,7 +43,9 @@ def read_config(run_dir: str | os.PathLike) -> TrainConfig:
     """
     path = pathlib.Path(run_dir) / "config.json"
     try:
-        return from_json(TrainConfig, json.loads(path.read_text()), "")
+        settings = json.loads(path.read_text())
+        kind = settings.pop("kind", None) if isinstance(settings, dict) else None
+        return from_json(import_object(kind) if kind else TrainConfig, settings, "")
     except (OSError, json.JSONDecodeError) as error:
         check(False, f"{path}: not a readable run config ({error})")
 
@@ -120,6 +127,12 @@ def fresh_model(config: TrainConfig) -> Glm5:
 
 def run_tokenizer(run_dir: pathlib.Path):
     """The tokenizer that a run was trained with."""
-    name = read_config(run_dir).data.tokenizer
-    path = run_dir / "data" / "tokenizer.json"
-    return load_tokenizer(str(path) if bpe_size(name) is not None else name)
+    return tokenizer_of(read_config(run_dir).data.tokenizer, run_dir / "data")
+
+
+def tokenizer_of(name: str, data: pathlib.Path):
+    """The tokenizer that the setting `name` stands for; one that was trained is kept in the folder `data`."""
+    path = data / "tokenizer.json"
+    trained = bpe_size(name) is not None
+    check(not trained or path.is_file(), f"data.tokenizer={name}: there is none trained; start from a run that has it")
+    return load_tokenizer(str(path) if trained else name)

@@ -55,6 +55,9 @@ class LossConfig:
         check(self.chunk >= 1, f"loss.chunk={self.chunk}: must be at least 1")
 
 
+MAXIMA = {"max_logit", "max_abs_log_ratio"}  # metrics of which parts are combined by their maximum; all others add up
+
+
 class Rates(NamedTuple):
     """Step -> float32 value of what is scheduled besides the learning rate."""
 
@@ -86,15 +89,20 @@ def count_targets(batch: dict, mtp_steps: int) -> dict:
     return {"next": counts[0], "mtp": counts[1:], "rows": rows}
 
 
-def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cfg: LossConfig) -> tuple[jax.Array, dict]:
+def micro_loss(
+    model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cfg: LossConfig, policy: Callable | None = None
+) -> tuple[jax.Array, dict]:
     """Share of one micro-batch [b,T] in the loss of the whole batch.
 
     Args:
       batch: tokens, segment_ids, positions int32 [b,T]; optional loss_mask bool [b,T]: tokens that count as targets.
       counts: from `count_targets` of the whole batch.
+      policy: what the trunk learns from in place of the cross entropy of the next token, a function of (model, its hidden
+        states, batch) to (loss, parts); see `rl.policy`.
     Returns:
-      (loss float32, parts: "ce", "mtp", "balance", "index_kl", "load" [MoE layers,E], "max_logit"), all but the last
-      adding up over micro-batches, and over the devices of a mesh; "index_kl" only if the indexer's loss has a weight.
+      (loss float32, parts: "ce" or those of the policy, "mtp", "balance", "index_kl", "load" [MoE layers,E], "max_logit"), all
+      but `MAXIMA` adding up over micro-batches, and over the devices of a mesh; "index_kl" only if the indexer's loss has a
+      weight.
     """
     tokens, positions, segments = batch["tokens"], batch["positions"], batch["segment_ids"]
     collect = frozenset({"index_kl"} if cfg.index_weight else ())
@@ -109,12 +117,18 @@ def micro_loss(model: Glm5, batch: dict, counts: dict, mtp_weight: jax.Array, cf
         balance += sum(s.aux["balance"] for s in steps) / cfg.mtp_steps
         load.append(sum(s.aux["load"] for s in steps))
     balance = balance / counts["rows"]
-    head = teacher.output_matrix() if cfg.detach_mtp else None
-    loss, (ce, *mtp) = token_losses(model, hidden, steps, batch, counts, mtp_weight, cfg.chunk, head)
-    mtp = sum(mtp, jnp.float32(0)) / max(1, len(mtp))
+    if policy:
+        loss, parts = policy(model, hidden, batch)
+        mtp_loss, mtp = mtp_losses(teacher, steps, batch, counts, mtp_weight, cfg.chunk)
+        loss += mtp_loss
+    else:
+        head = teacher.output_matrix() if cfg.detach_mtp else None
+        loss, (ce, *mtp) = token_losses(model, hidden, steps, batch, counts, mtp_weight, cfg.chunk, head)
+        parts = {"ce": ce}
     loss += cfg.balance_weight * balance
     top = jnp.max(jnp.stack([layer["max_logit"] for layer in aux]))
-    parts = {"ce": ce, "mtp": mtp, "balance": balance, "load": jnp.stack(load) if load else None, "max_logit": top}
+    parts |= {"mtp": sum(mtp, jnp.float32(0)) / max(1, len(mtp)), "balance": balance, "max_logit": top}
+    parts["load"] = jnp.stack(load) if load else None
     if cfg.index_weight:
         parts["index_kl"] = index_loss(model.cfg, aux, steps, batch, counts)
         loss += cfg.index_weight * parts["index_kl"]
@@ -138,18 +152,44 @@ def token_losses(model: Glm5, hidden, steps: list, batch: dict, counts: dict, mt
     Returns:
       (their weighted sum, a list of their means over the whole batch's targets).
     """
-    ahead = range(1, len(steps) + 2)
-    targets = jnp.stack([own(shift(batch["tokens"], d)) for d in ahead])
-    weights = [own(target_weights(batch, d)) / count for d, count in zip(ahead, [counts["next"], *counts["mtp"]])]
-    scales = jnp.stack([jnp.ones_like(mtp_weight), *[mtp_weight / len(steps) for _ in steps]])
-    hidden, weights = jnp.stack([hidden, *(step.hidden for step in steps)]), jnp.stack(weights)
-    arguments = lambda part: (targets[part], weights[part], scales[part], chunk)  # noqa: E731
+    first = _head_inputs([hidden], batch, [counts["next"]], [jnp.ones_like(mtp_weight)], 1)
+    ahead = _mtp_inputs(steps, batch, counts, mtp_weight)
     if mtp_head is None or not steps:
-        loss, means = cross_entropies(hidden, model.output_matrix(), *arguments(slice(None)))
+        together = jax.tree.map(lambda *x: jnp.concatenate(x), first, ahead) if steps else first
+        loss, means = _apply_head(model.output_matrix(), together, chunk)
         return loss, list(means)
-    loss, first = cross_entropies(hidden[:1], model.output_matrix(), *arguments(slice(1)))
-    mtp_loss, means = cross_entropies(hidden[1:], mtp_head, *arguments(slice(1, None)))
-    return loss + mtp_loss, [*first, *means]
+    loss, ce = _apply_head(model.output_matrix(), first, chunk)
+    mtp_loss, means = _apply_head(mtp_head, ahead, chunk)
+    return loss + mtp_loss, [*ce, *means]
+
+
+def mtp_losses(model: Glm5, steps: list, batch: dict, counts: dict, mtp_weight, chunk: int) -> tuple[jax.Array, list]:
+    """`token_losses` of the MTP steps alone."""
+    if not steps:
+        return jnp.float32(0), []
+    loss, means = _apply_head(model.output_matrix(), _mtp_inputs(steps, batch, counts, mtp_weight), chunk)
+    return loss, list(means)
+
+
+def _mtp_inputs(steps: list, batch: dict, counts: dict, mtp_weight):
+    scales = [mtp_weight / len(steps) for _ in steps]
+    return _head_inputs([step.hidden for step in steps], batch, counts["mtp"], scales, 2)
+
+
+def _head_inputs(hidden: list, batch: dict, counts: list, scales: list, ahead: int):
+    """What `cross_entropies` takes besides the head, stacked: hidden states [G,b,T,D] that predict the tokens `ahead`,
+    `ahead` + 1.. positions on, their targets, weights and scales; None for none."""
+    if not hidden:
+        return None
+    places = range(ahead, ahead + len(hidden))
+    targets = jnp.stack([own(shift(batch["tokens"], d)) for d in places])
+    weights = jnp.stack([own(target_weights(batch, d)) / count for d, count in zip(places, counts)])
+    return jnp.stack(hidden), targets, weights, jnp.stack(scales)
+
+
+def _apply_head(head, inputs, chunk: int):
+    hidden, targets, weights, scales = inputs
+    return cross_entropies(hidden, head, targets, weights, scales, chunk)
 
 
 def index_loss(cfg: ModelConfig, aux: list, steps: list, batch: dict, counts: dict) -> jax.Array:
@@ -180,11 +220,13 @@ def served_shares(cfg: ModelConfig) -> list[float]:
     return [1 / owners.count(owner) for owner in owners]
 
 
-def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict, mtp_weight, cfg: LossConfig):
+def gradients(
+    graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict, mtp_weight, cfg: LossConfig, policy=None
+):
     """Loss and gradients of a batch [A,b,T].
 
     Args:
-      trainable, frozen: flat dicts of parameters; together all of them.
+      trainable, frozen: flat dicts of parameters; together all of them. policy: see `micro_loss`.
     Returns:
       (loss, parts as in `micro_loss`, flat dict of gradients). On a mesh the gradients of a device are those of the parts of
       the parameters that it holds, of its own tokens alone where that is all of a parameter.
@@ -193,7 +235,7 @@ def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict
 
     def loss(trainable, micro):
         model = merge(graphdef, traverse_util.unflatten_dict(trainable | frozen))
-        return micro_loss(model, micro, counts, mtp_weight, cfg)
+        return micro_loss(model, micro, counts, mtp_weight, cfg, policy)
 
     grad = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda x: x[0], batch)
@@ -204,13 +246,13 @@ def gradients(graphdef: nnx.GraphDef, trainable: dict, frozen: dict, batch: dict
     def add(carry, micro):
         total, parts, grads = carry
         (more, new), more_grads = grad(trainable, micro)
-        top = jnp.maximum(parts["max_logit"], new["max_logit"])
-        parts = jax.tree.map(jnp.add, parts, new) | {"max_logit": top}
+        tops = {name: jnp.maximum(parts[name], new[name]) for name in MAXIMA & parts.keys()}
+        parts = jax.tree.map(jnp.add, parts, new) | tops
         return (total + more, parts, jax.tree.map(jnp.add, grads, more_grads)), None
 
     shapes = jax.eval_shape(grad, trainable, first)
     (total, parts), grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    parts["max_logit"] = jnp.full_like(parts["max_logit"], -jnp.inf)
+    parts |= {name: jnp.full_like(parts[name], -jnp.inf) for name in MAXIMA & parts.keys()}
     return jax.lax.scan(add, (total, parts, grads), batch)[0]
 
 
@@ -243,7 +285,9 @@ def init_state(model: Glm5, optimizer: optax.GradientTransformation, freeze: tup
     return TrainState(jnp.int32(0), params, optimizer.init({p: v for p, v in flat(params).items() if p in keep}))
 
 
-def make_gradients(model: Glm5, cfg: LossConfig, freeze: tuple[str, ...], mesh: Mesh | None = None) -> Callable:
+def make_gradients(
+    model: Glm5, cfg: LossConfig, freeze: tuple[str, ...], mesh: Mesh | None = None, policy: Callable | None = None
+) -> Callable:
     """A function like `gradients`, of (trainable, frozen, batch, MTP weight), that all devices of a mesh work on.
 
     Args:
@@ -252,16 +296,16 @@ def make_gradients(model: Glm5, cfg: LossConfig, freeze: tuple[str, ...], mesh: 
     """
     graphdef = split(model)[0]
     if mesh is None:
-        return functools.partial(gradients, graphdef, cfg=cfg)
+        return functools.partial(gradients, graphdef, cfg=cfg, policy=policy)
     specs = flat(parameter_specs(model))
     trainable = {p: specs[p] for p in trainable_specs(model, freeze)}
     frozen = {p: spec for p, spec in specs.items() if p not in trainable}
 
     def add_up(train, rest, batch, mtp_weight):
-        loss, parts, grads = gradients(graphdef, train, rest, batch, mtp_weight, cfg)
-        top = largest(parts.pop("max_logit"), *AXES)
+        loss, parts, grads = gradients(graphdef, train, rest, batch, mtp_weight, cfg, policy)
+        tops = {name: largest(parts.pop(name), *AXES) for name in MAXIMA & parts.keys()}
         loss, parts = total((loss, parts), *AXES)
-        return loss, parts | {"max_logit": top}, {p: total(g, *uncut(trainable[p])) for p, g in grads.items()}
+        return loss, parts | tops, {p: total(g, *uncut(trainable[p])) for p, g in grads.items()}
 
     return local(
         add_up, mesh, in_specs=(trainable, frozen, PartitionSpec(None, ROWS), PartitionSpec()),
@@ -292,8 +336,9 @@ def make_step(
     cfg: LossConfig,
     freeze: tuple[str, ...],
     mesh: Mesh | None = None,
+    policy: Callable | None = None,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
-    """The step function; jit it with the state donated. For model and mesh see `make_gradients`.
+    """The step function; jit it with the state donated. For model and mesh see `make_gradients`, for policy `micro_loss`.
 
     A step whose loss, gradient norm or update norm is not finite leaves parameters and optimizer state as they were and
     says so in metrics["finite"]; the caller decides whether to go on.
@@ -306,7 +351,7 @@ def make_step(
     something trains.
     """
     check(not cfg.mtp_steps or model.mtp is not None, "loss.mtp_steps: the model has no MTP layer; set it to 0")
-    work_out = make_gradients(model, cfg, freeze, mesh)
+    work_out = make_gradients(model, cfg, freeze, mesh, policy)
     trainable = trainable_specs(model, freeze)
     biases = {p for p, spec in flat(specs(model)).items() if spec.kind == "router_bias" and spec.part not in freeze}
 
