@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from glm5_jax.bench.generate import Options, run
 from glm5_jax.errors import UserError
 from glm5_jax.model import split
 from glm5_jax.serve import engine as engine_module
@@ -274,6 +275,15 @@ def test_nothing_compiles_once_all_programs_have_run(model, mixed):
     assert len(compiled) == before
     jax.jit(lambda x: x + 41)(1)
     assert len(compiled) == before + 1  # that this was counted at all
+
+
+def test_the_benchmark_counts_what_it_generates(model, capsys):
+    options = Options(prompt=20, new=12, requests=(SLOTS,), draft_steps=DRAFTS, prefill=0, rounds=1, transformers=False)
+    (row,) = run(model, options)["rows"]
+    assert row["engine"] > 0 and row["guessing"] > 0
+    assert 1 <= row["accepted_length"] <= 1 + DRAFTS and 0 <= row["acceptance_2"] <= row["acceptance_1"] <= 1
+    assert row["accepted_length"] == pytest.approx(1 + row["acceptance_1"] + row["acceptance_2"])
+    assert f"{row['engine']:,.0f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ SHAPES = {  # B, T, S, K
 def reading(request, monkeypatch):
     """How queries read keys."""
     monkeypatch.setattr(xla, "_ALL_KEYS_UP_TO", 0 if request.param == "gathered" else 1000)
+    monkeypatch.setattr(xla, "_MANY_QUERIES", 1)
 
 
 def draw(rng, *shape):

@@ -33,7 +33,7 @@ from glm5_jax.model import Cache, Glm5, abstract, check_tokens, empty_cache, emp
 from glm5_jax.serve.sampling import Draw, choose, log_probs
 
 _MOST_STOPS = 8  # ids that can end a request
-_CHUNKS = (16, 128, 1024)  # sizes in which prompts are read
+_CHUNKS = (16, 64, 256, 1024)  # sizes in which prompts are read
 _PASSES = 8  # of decoding in one call, at most
 
 
@@ -143,7 +143,7 @@ class Engine:
         check(not draft_steps or model.mtp is not None, "draft_steps: the model has no MTP layer to guess with")
         self.cfg, self.slots, self.context, self.draft_steps, self.version = cfg, slots, context, draft_steps, version
         self._graphdef = split(abstract(cfg, type(model), scanned=False))[0]
-        self._params = _unstack(split(model)[1])
+        self.params = _unstack(split(model)[1])
         trunk = empty_cache(cfg, slots, context, scanned=False).keys
         self._keys = Keys(trunk, empty_keys(cfg, (slots, context), True) if draft_steps else None)
         self._jobs: list[_Job | None] = [None] * slots
@@ -203,10 +203,21 @@ class Engine:
           UserError: a version that is not newer than the present one.
         """
         check(version > self.version, f"version={version}: the engine has version {self.version} already")
-        self._params, self.version = _unstack(params), version
+        self.params, self.version = _unstack(params), version
         self._held = [np.zeros(0, np.int32)] * self.slots
         self._state.left[:] = 0
         self._reading = collections.deque((slot, job) for slot, job in enumerate(self._jobs) if job)
+
+    def forget(self) -> None:
+        """Forgets keys and counts: the bits of what follows are those of a new engine.
+
+        Raises:
+          UserError: requests are running or waiting.
+        """
+        check(not self._waiting and not any(self._jobs), "forget: requests are running or waiting")
+        self._held, self._used = [np.zeros(0, np.int32)] * self.slots, [0] * self.slots
+        self._clock, self._state = itertools.count(1), _idle(self.slots, self.draft_steps)
+        self.counts.clear()
 
     def health(self) -> dict:
         """What a monitor wants: version, requests running and waiting, seconds since the last step, counts."""
@@ -266,11 +277,11 @@ class Engine:
         todo = len(tokens) - 1 - own
         count = 0
         if todo:
-            size = next((c for c in _CHUNKS if c >= todo), _CHUNKS[-1])
+            size = _chunk(todo)
             count = min(size, todo)
             chunk = np.zeros((2, 1, size), np.int32)
             chunk[0, 0, :count], chunk[1, 0, :count] = tokens[own : own + count], tokens[own + 1 : own + 1 + count]
-            self._keys = _prefill(self._graphdef, self._params, self._keys, slot, own, count, *chunk)
+            self._keys = _prefill(self._graphdef, self.params, self._keys, slot, own, count, *chunk)
             self._held[slot] = tokens[: own + count + 1]
             self.counts["read"] += count
         if count == todo:
@@ -290,7 +301,7 @@ class Engine:
     def _decode(self) -> None:
         before = self._state
         self._keys, after, passes = _decode(
-            self._graphdef, self._params, self._keys, before, bool(self._waiting), self.draft_steps
+            self._graphdef, self.params, self._keys, before, bool(self._waiting), self.draft_steps
         )
         tokens, logprobs, made, number = jax.device_get(passes)
         self._state = jax.tree.map(np.array, jax.device_get(after))
@@ -313,6 +324,11 @@ class Engine:
     def _finish(self, job: _Job, finish: str) -> None:
         arrays = zip((job.tokens, job.logprobs, job.versions), (np.int32, np.float32, np.int32))
         self._done[job.id] = Completion(*(np.asarray(a, dtype) for a, dtype in arrays), finish)
+
+
+def _chunk(todo: int) -> int:
+    """The size in which the next of `todo` tokens are read: at most twice as many as are left, if there is such a size."""
+    return max((c for c in _CHUNKS if c <= 2 * todo), default=_CHUNKS[0])
 
 
 def _idle(slots: int, drafts: int) -> Slots:

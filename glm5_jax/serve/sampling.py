@@ -39,7 +39,7 @@ def log_probs(logits: jax.Array, draw: Draw) -> jax.Array:
     only_best = jnp.all(greedy | ~cuts)
 
     def best(scaled):
-        first = jnp.argmax(scaled, axis=-1)[..., None] == jnp.arange(scaled.shape[-1])
+        first = first_largest(scaled)[..., None] == jnp.arange(scaled.shape[-1])
         return jnp.where(greedy[:, None, None] & ~first, -jnp.inf, scaled)
 
     cut = jax.lax.cond(only_best, best, lambda scaled: _cut(scaled, top_k, draw.top_p), scaled)
@@ -71,7 +71,13 @@ def choose(log_p: jax.Array, draw: Draw, positions: jax.Array) -> jax.Array:
         return jax.vmap(lambda key: jax.random.gumbel(key, log_p.shape[-1:], log_p.dtype))(keys)
 
     def drawn(log_p):
-        return jnp.argmax(log_p + jax.vmap(noise)(key, positions), axis=-1)
+        return first_largest(log_p + jax.vmap(noise)(key, positions))
 
-    tokens = jax.lax.cond(jnp.all(draw.temperature == 0), lambda x: jnp.argmax(x, axis=-1), drawn, log_p)
-    return tokens.astype(jnp.int32)
+    return jax.lax.cond(jnp.all(draw.temperature == 0), first_largest, drawn, log_p)
+
+
+def first_largest(x: jax.Array) -> jax.Array:
+    """argmax over the last axis, int32; ties to the first. As two plain reductions, several times as fast on CPU."""
+    ids = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(x == largest, ids, x.shape[-1] - 1), axis=-1)

@@ -14,11 +14,13 @@ from glm5_jax.sparse.indexer import Index
 from glm5_jax.sparse.loss import index_kl
 from glm5_jax.sparse.masks import Rows, visible
 from glm5_jax.sparse.reference import Attended
-from glm5_jax.sparse.topk import MASKED, select_top_k_bisected
+from glm5_jax.sparse.topk import MASKED, select_top_k, select_top_k_bisected
 
 _KEY_BLOCK = 2048  # keys whose scores, of all index heads, exist at once
 _WIDTHS = 4  # selections are made among the first 1/4, 2/4, .. of the keys, as many as a chunk's queries can see
+_FEW_SCORES = 1024  # that lax.top_k goes through faster
 _ALL_KEYS_UP_TO = 4  # times K, on CPU: with more keys, reading all of them takes longer than gathering K
+_MANY_QUERIES = 8  # of a row, without which it does not pay to make its keys readable by all
 # What a chunk may fill with the latents it gathers, or with scores: (a CPU's cache, a small part of another memory), bytes.
 _GATHERED_BYTES = (3 << 19, 256 << 20)
 _SCORE_BYTES = (4 << 20, 256 << 20)
@@ -68,16 +70,20 @@ def _block_scores(scores, q, w, rows: Rows, keys, key_segment, block: int, n_blo
 
 def _choose(scores, width: int, k: int, places: int):
     """Selection among the first `width` keys, int32 [B,t,places]."""
-    return _pad(select_top_k_bisected(scores[..., :width], k), 2, places, fill=-1)[..., :places]
+    scores = scores[..., :width]
+    # Both select the same; a loop over bits takes a third of a millisecond on CPU even if there is next to nothing to do.
+    choose = select_top_k if target_platform() == "cpu" and scores.size <= _FEW_SCORES else select_top_k_bisected
+    return _pad(choose(scores, k), 2, places, fill=-1)[..., :places]
 
 
 def attend(q, latent, selected, rank: int, scale: float, chunk: int, index: Index | None = None) -> Attended:
     """See `reference.attend`, for some queries at a time, forward and backward.
 
     Each query gathers the latents it selected; on CPU, where a gradient is scattered row by row, all queries read all
-    latents through a mask instead, as long as the keys are few.
+    latents through a mask instead, as long as the keys are few and the queries many.
     """
-    all_keys = target_platform() == "cpu" and latent.shape[1] <= _ALL_KEYS_UP_TO * selected.shape[2]
+    few_keys = latent.shape[1] <= _ALL_KEYS_UP_TO * selected.shape[2]
+    all_keys = target_platform() == "cpu" and few_keys and q.shape[1] >= _MANY_QUERIES
     s, width = latent.shape[1:]
     if all_keys:
         query_bytes, budget = (q.shape[2] + (index.q.shape[2] if index else 0)) * s * 4, _SCORE_BYTES
