@@ -13,9 +13,9 @@ from reasoning_gym.factory import DATASETS
 
 from glm5_jax.errors import UserError
 from glm5_jax.rl import gym, tasks
-from glm5_jax.rl.tasks import Code, Countdown, Prompt, Reverse, code_of, evaluate, is_held_out, mixture, task
+from glm5_jax.rl.tasks import Code, Copy, Countdown, Prompt, Reverse, code_of, evaluate, is_held_out, mixture, task
 
-LADDER = ["reverse:4", "reverse:3:exact", "digit_sum:3", "chain:3", "countdown:3", "code"]
+LADDER = ["reverse:4", "reverse:3:exact", "copy:4", "digit_sum:3", "chain:3", "countdown:3", "code"]
 DRAWN = [*LADDER, "gym:chain_sum", "gym:spell_backward"]
 
 
@@ -36,7 +36,9 @@ def test_prompts_are_a_function_of_seed_number_and_part(name):
     assert all(Prompt(**json.loads(json.dumps(vars(p)))) == p for p in first)
 
 
-@pytest.mark.parametrize("name", ["reverse:2", "digit_sum:2", "chain:2", "countdown:2", "code", "gym:count_bits", "gym:dice"])
+@pytest.mark.parametrize(
+    "name", ["reverse:2", "copy:2", "digit_sum:2", "chain:2", "countdown:2", "code", "gym:count_bits", "gym:dice"]
+)
 def test_no_question_is_in_both_parts_whatever_the_seeds(name):
     """Small spaces, so that questions recur; the seeds that would overlap if they followed each other."""
     train = {p.text for seed in (0, 1) for p in prompts(name, 150, seed)}
@@ -63,6 +65,8 @@ def test_questions_by_hand():
     """The gold answers against a computation of the question as text."""
     for p in prompts("reverse:4"):
         assert re.fullmatch("[0-9]{4}=", p.text) and p.metadata["answer"] == p.text[3::-1]
+    for p in prompts("copy:4"):
+        assert re.fullmatch("[0-9]{4}[+]", p.text) and p.metadata["answer"] == p.text[:4]
     for p in prompts("digit_sum:3"):
         assert re.fullmatch(r"\d\+\d\+\d=", p.text) and int(p.metadata["answer"]) == sum(map(int, re.findall(r"\d", p.text)))
     for p in prompts("chain:4"):
@@ -100,11 +104,12 @@ def test_the_random_policy_has_its_known_rate(name, answers, wanted):
         assert sum(Fraction(task(name).score(p, answer)) for answer in answers) / len(answers) == pytest.approx(wanted)
 
 
-def test_partial_credit_of_reverse():
+def test_partial_credit():
     p = Prompt("reverse:4", "1234=", 0, {"answer": "4321"})
     for answer, score in (("4321", 1), ("4320", 3 / 4), ("43", 2 / 4), ("43210", 4 / 5), ("4321" * 10, 4 / 40), ("1234", 0)):
         assert Reverse(4).score(p, answer) == score
         assert Reverse(4, partial=False).score(p, answer) == (score == 1)
+        assert Copy(4).score(p, answer) == score
 
 
 @pytest.mark.parametrize(
@@ -160,6 +165,7 @@ def test_the_last_fenced_block_is_the_code():
     [
         ("sums", "no such task"), ("", "no such task"), ("reverse:x", "no number"), ("reverse:-1", "no number"),
         ("reverse:4:4", "too many arguments"), ("code:3", "too many arguments"), ("reverse:1", "length"),
+        ("copy:1", "length"), ("copy:4:exact", "too many arguments"),
         ("digit_sum:0", "length"), ("countdown:99", "2 to 8"), ("chain:", "no number"), ("reverse:4@2", "no number"),
         ("gym", "gym:DATASET"), ("gym:gcd:more", "gym:DATASET"), ("gym:nothing", "no such data set"),
         ("gym:composite", "cannot"), ("gym:game_of_life_halting", "cannot"), ("gym:codeio", "cannot"),

@@ -60,6 +60,7 @@ class RlConfig:
     data: RowConfig = dataclasses.field(default_factory=RowConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     objective: Literal["icepop", "grpo", "truncated", "double_sided"] = "icepop"  # see docs/rl_objectives.md
+    teachers: tuple[str, ...] = ()  # TASK=RUN for each task: distillation from these; see docs/distillation.md
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     lr: LearningRate = dataclasses.field(default_factory=LearningRate)
     loss: LossConfig = dataclasses.field(default_factory=lambda: LossConfig(mtp_steps=1, balance_weight=0.0, detach_mtp=True))
@@ -86,6 +87,11 @@ class RlConfig:
         )
         limit = self.model.max_position_embeddings
         check(2 <= self.data.seq_len <= limit, f"data.seq_len={self.data.seq_len}: must lie in 2..{limit}, the position limit")
+        for entry in self.teachers:
+            name, equals, run = entry.partition("=")
+            check(bool(name and equals and run), f"teachers={entry}: must be TASK=RUN, as in reverse:4=runs/reverse")
+        unfiltered = not (self.teachers and self.rollout.filter)
+        check(unfiltered, "rollout.filter=True: compares the answers of a group, distillation has one; set it to False")
         check("trunk" not in self.freeze, f"freeze={self.freeze}: nothing of the policy would train")
         check("indexer" in self.freeze, f"freeze={self.freeze}: RL freezes the indexer (paper section 3.2)")
         check(self.loss.index_weight == 0, f"loss.index_weight={self.loss.index_weight}: the indexer is frozen; set it to 0")
@@ -121,3 +127,21 @@ def reverse() -> RlConfig:
 
 
 RECIPES = {f.__name__: f for f in (reverse,)}
+
+
+def reverse_copy() -> RlConfig:
+    """From a run that learnt to reverse, then to copy, and forgot: both skills, each from the run that had it.
+
+    Before it: `glm5 rl reverse`, and `glm5 rl reverse --init.run runs/reverse --rollout.tasks copy:4 --run-dir runs/copy`.
+    """
+    recipe = reverse()
+    return dataclasses.replace(
+        recipe,
+        rollout=dataclasses.replace(recipe.rollout, tasks=("reverse:4", "copy:4"), prompts=256, group=1),
+        teachers=("reverse:4=runs/reverse", "copy:4=runs/copy"),
+        init=InitConfig(run="runs/copy"),
+        micro_rows=256,
+    )
+
+
+DISTILL_RECIPES = {f.__name__: f for f in (reverse_copy,)}

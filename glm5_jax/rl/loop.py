@@ -24,6 +24,7 @@ from glm5_jax.rl.policy import policy_loss
 from glm5_jax.rl.rewards import Scorer
 from glm5_jax.rl.rollout import Rollouts, Sample, assemble, evaluate, summary, write_samples
 from glm5_jax.rl.tasks import mixture
+from glm5_jax.rl.teachers import Teachers, reverse_kl
 from glm5_jax.serve.engine import Engine
 from glm5_jax.train import run_dir as runs
 from glm5_jax.train.checkpoint import Checkpoints
@@ -68,7 +69,7 @@ def reinforce(
                 data.mkdir(parents=True)
                 if config.init.run:
                     bring_tokenizer(open_source(config, run_dir), config.data.tokenizer, data)
-            run = Run(config, run_dir, runs.tokenizer_of(config.data.tokenizer, data), perturb)
+            run = Run(config, run_dir, runs.tokenizer_of(config.data.tokenizer, data), data, perturb)
             first = run.init() if fresh else None
         except BaseException:
             if fresh:
@@ -86,7 +87,7 @@ def reinforce(
 class Run:
     """One call of `reinforce`: compiled functions and open files."""
 
-    def __init__(self, config: RlConfig, run_dir: pathlib.Path, tokenizer, perturb):
+    def __init__(self, config: RlConfig, run_dir: pathlib.Path, tokenizer, data: pathlib.Path, perturb):
         self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
         self.perturb = perturb or (lambda params, step: params)
         check(
@@ -95,6 +96,8 @@ class Run:
             f"model.vocab_size={config.model.vocab_size}",
         )
         self.prompts = mixture(config.rollout.tasks, config.seed)
+        tasks = [task.name for task in self.prompts.tasks]
+        self.teachers = Teachers(config, tokenizer, tasks, data) if config.teachers else None
         self.model = abstract(config.model, runs.network_class(config))
         self.lr = config.lr.schedule(config.steps)
         trainable = trainable_specs(self.model, config.freeze)
@@ -111,10 +114,12 @@ class Run:
     def header(self) -> str:
         """What is about to happen, for people."""
         c, r = self.config, self.config.rollout
+        teachers = f"\nteachers: {', '.join(c.teachers)}" if c.teachers else ""
+        tasks = f"tasks: {', '.join(r.tasks)}{teachers}"
         size = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(split(self.model)[1]))
         return (
             f"model: {size / 1e6:,.2f}M parameters; {c.steps:,} updates by {c.objective}, each from {r.prompts} prompts x "
-            f"{r.group} answers of at most {r.max_new_tokens:,} tokens; {c.optimizer.name}\ntasks: {', '.join(r.tasks)}"
+            f"{r.group} answers of at most {r.max_new_tokens:,} tokens; {c.optimizer.name}\n{tasks}"
         )
 
     def run(self, first: TrainState | None) -> Result:
@@ -172,6 +177,7 @@ class Run:
             write_samples(self.run_dir / "samples" / f"{done}.jsonl", samples, advantages)
             made = sum(len(s.completion.tokens) for s in samples)
             words = f"reward {line['reward']:.3f}  entropy {line.get('entropy', 0):.2f}"
+            words += f"  KL to teacher {line['teacher_k1']:.3f}" if self.teachers else ""
             self.progress.show(done, f"{words}  {made / (time.perf_counter() - began):,.0f} tokens/s")
             if done % config.eval_every == 0 or done == config.steps:
                 evaluation = self._evaluate(done, rollouts)
@@ -187,6 +193,11 @@ class Run:
         c = self.config
         rows = c.rollout.prompts * c.rollout.group
         flat, advantages = assemble(samples, rows, c.data.seq_len, c.rollout.advantage)
+        told = {}
+        if self.teachers:
+            tasks = [sample.prompt.task for sample in samples]
+            flat["teacher"] = self.teachers.score(tasks, flat)
+            told = reverse_kl(tasks, flat)
         batch = {name: x.reshape(rows // c.micro_rows, c.micro_rows, -1) for name, x in flat.items()}
         step = int(state.step) + 1
         state, metrics = self.step_fn(state, batch)
@@ -196,7 +207,7 @@ class Run:
         line = {name: float(values.pop(name)) for name in kept if name in values}
         for name in ("balance", "mtp_weight", "load", "max_violation"):
             values.pop(name, None)
-        return state, line | finish(values) | summary(samples, advantages), advantages
+        return state, line | finish(values) | told | summary(samples, advantages), advantages
 
     def _evaluate(self, step: int, rollouts: Rollouts) -> dict[str, float]:
         scores = evaluate(rollouts, self.config.eval_prompts)

@@ -131,10 +131,7 @@ def assemble(samples: list[Sample], rows: int, seq_len: int, scale: str) -> tupl
 
 def summary(samples: list[Sample], advantages: Advantages) -> dict[str, float]:
     """Metrics of a step's samples; docs/rl.md defines them."""
-    rewards = {}
-    for s in samples:
-        if s.reward is not None:
-            rewards.setdefault(s.prompt.task, []).append(s.reward)
+    rewards = _rewards(samples)
     every = [r for of_task in rewards.values() for r in of_task]
     finishes, kinds = Counter(s.completion.finish for s in samples), Counter(s.score.kind for s in samples)
     n = max(len(samples), 1)
@@ -152,15 +149,26 @@ def summary(samples: list[Sample], advantages: Advantages) -> dict[str, float]:
 
 
 def evaluate(rollouts: Rollouts, prompts: int) -> dict[str, float]:
-    """Rewards of held-out prompts: each answered greedily, and once at temperature 1."""
+    """Rewards of held-out prompts, each answered greedily, and once at temperature 1: of all, and of each of several tasks."""
     questions = [rollouts.prompts.prompt(i, held_out=True) for i in range(prompts)]
     line = {}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        rewards = [s.reward for s in rollouts.answer(questions, 1, temperature) if s.reward is not None]
-        if rewards:
-            line[f"eval_{name}"] = float(np.mean(rewards))
-            line[f"eval_{name}_exact"] = float(np.mean(np.array(rewards) >= EXACT))
+        rewards = _rewards(rollouts.answer(questions, 1, temperature))
+        groups = {"": [r for of_task in rewards.values() for r in of_task]} if rewards else {}
+        groups |= {f"/{task}": values for task, values in sorted(rewards.items())} if len(rewards) > 1 else {}
+        for suffix, values in groups.items():
+            line[f"eval_{name}{suffix}"] = float(np.mean(values))
+            line[f"eval_{name}_exact{suffix}"] = float(np.mean(np.array(values) >= EXACT))
     return line
+
+
+def _rewards(samples: list[Sample]) -> dict[str, list[float]]:
+    """Those that there are, by task."""
+    rewards = {}
+    for s in samples:
+        if s.reward is not None:
+            rewards.setdefault(s.prompt.task, []).append(s.reward)
+    return rewards
 
 
 def write_samples(path: pathlib.Path, samples: list[Sample], advantages: Advantages) -> None:

@@ -1,8 +1,9 @@
 """Verifiable tasks: a prompt by its number, and a score of an answer. A ladder of our own from digits to code, and mixtures.
 
-A model with a vocabulary of 16 to 20 characters can learn the first four; their scorers read the answer once, and cannot hang.
+A model with a vocabulary of 16 to 20 characters can learn the first five; their scorers read the answer once, and cannot hang.
 
     reverse:4          1234=          4321
+    copy:4             1234+          1234
     digit_sum:3        1+2+3=         6
     chain:3            12+3-40=       -25
     countdown:3        3,5,7:22=      3*5+7       each number once, + - * / and parentheses
@@ -106,7 +107,33 @@ class Reverse(_Drawn):
         answer, right = answer.strip(), prompt.metadata["answer"]
         if not self.partial:
             return float(answer == right)
-        return sum(a == b for a, b in zip(answer, right)) / max(len(answer), len(right))
+        return _right_places(answer, right)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy(_Drawn):
+    """`length` digits, to be repeated; a + in place of `Reverse`'s = is all that tells the two apart. Partial, as there."""
+
+    length: int = 4
+
+    def __post_init__(self):
+        check(2 <= self.length <= 1000, f"copy:{self.length}: a length of 2 to 1000")
+
+    @property
+    def name(self) -> str:
+        return f"copy:{self.length}"
+
+    def _draw(self, rng):
+        digits = "".join(rng.choices("0123456789", k=self.length))
+        return f"{digits}+", {"answer": digits}
+
+    def score(self, prompt: Prompt, answer: str) -> float:
+        return _right_places(answer.strip(), prompt.metadata["answer"])
+
+
+def _right_places(answer: str, right: str) -> float:
+    """The share of places at which the two agree, of the places of the longer."""
+    return sum(a == b for a, b in zip(answer, right)) / max(len(answer), len(right))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +311,9 @@ def task(name: str, seed: int = 0) -> Task:
     return _KINDS[kind](*(_integer(name, argument) for argument in arguments), seed=seed)
 
 
-_KINDS = {"reverse": Reverse, "digit_sum": DigitSum, "chain": ArithmeticChain, "countdown": Countdown, "code": Code}
+_KINDS = {
+    "reverse": Reverse, "copy": Copy, "digit_sum": DigitSum, "chain": ArithmeticChain, "countdown": Countdown, "code": Code,
+}  # fmt: skip
 
 
 def _integer(name: str, text: str) -> int:
