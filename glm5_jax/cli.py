@@ -1,4 +1,4 @@
-"""The command line: glm5 train | sft | generate | eval | convert | plan | bench | show."""
+"""The command line: glm5 train | sft | rl | distill | generate | eval | convert | plan | bench | show."""
 
 import contextlib
 import dataclasses
@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 from glm5_jax.compiling import pass_over_absent_tpu
@@ -18,6 +19,9 @@ USAGE = """usage: glm5 VERB ...
   train CONFIG      train; CONFIG is a recipe (tiny, small; the stages after tiny: midtrain, dsa_warmup, dsa_sparse)
                     or path/to/file.py
   sft [CONFIG]      fine-tune on conversations (JSONL with messages and tools); CONFIG is sft unless given
+  rl CONFIG         reinforcement learning; CONFIG is a recipe (reverse) or path/to/file.py
+  rl --inspect RUN  answers of such a run, with their rewards
+  distill CONFIG    learn from several earlier runs, each the teacher of its tasks
   generate DIR      continue a text, from a run or a Hugging Face directory
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
   convert DIR OUT   between Hugging Face directories (bfloat16, FP8) and runs, of any size
@@ -33,8 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     verbs = {
-        "train": train, "sft": sft, "generate": generate, "eval": evaluate, "convert": convert, "plan": plan, "bench": bench,
-        "show": show,
+        "train": train, "sft": sft, "rl": rl, "distill": distill, "generate": generate, "eval": evaluate, "convert": convert,
+        "plan": plan, "bench": bench, "show": show,
     }  # fmt: skip
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
@@ -116,12 +120,20 @@ def sft(arguments: list[str]) -> int:
 
 
 def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:
+    from glm5_jax.train.loop import train
+    from glm5_jax.train.report import final_words
+
+    return _run(train, config, run_dir, resume, lambda result: final_words(config, run_dir, result, recipe))
+
+
+def _run(loop: Callable, config, run_dir: pathlib.Path, resume: bool, final_words: Callable) -> int:
+    """loop(config, run_dir, resume), and what is said after it; status 0 when done or after SIGTERM, 130 after Ctrl-C."""
     import signal
 
-    from glm5_jax.train.loop import Stopped, train
+    from glm5_jax.train.session import Stopped
 
     try:
-        result = train(config, run_dir, resume)
+        result = loop(config, run_dir, resume)
     except Stopped as stopped:
         same = "The same command" if resume else "The same command without --no-resume"
         saved = f"saved in {run_dir}. {same} goes on from here."
@@ -129,10 +141,53 @@ def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:
         return 0 if stopped.signal == signal.SIGTERM else 130
     if result.already_done:
         print(f"{run_dir}: already done, {config.steps} steps.")
-    from glm5_jax.train.report import final_words
-
-    print(final_words(config, run_dir, result, recipe))
+    print(final_words(result))
     return 0
+
+
+def rl(arguments: list[str]) -> int:
+    """Reinforcement learning, or, with --inspect, a look at the answers of a run; status as of `train`."""
+    from glm5_jax.cli_options import given, parse
+
+    if "inspect" in given(arguments):
+        from glm5_jax.rl.inspect import InspectOptions, show_samples
+
+        show_samples(parse(InspectOptions(), arguments, "glm5 rl", "Shows answers of a run of glm5 rl or distill."))
+        return 0
+    from glm5_jax.rl.config import RECIPES
+    from glm5_jax.rl.loop import reinforce
+
+    about = "Reinforcement learning with verifiable rewards; glm5 rl --inspect RUN shows the answers of a run."
+    return _reinforce("rl", arguments, RECIPES, reinforce, about)
+
+
+def distill(arguments: list[str]) -> int:
+    """On-policy distillation from several teachers; status as of `train`."""
+    from glm5_jax.rl.config import DISTILL_RECIPES
+    from glm5_jax.rl.distill import distill
+
+    about = "Learns from the runs that --teachers names, each the teacher of its tasks, on answers of its own."
+    return _reinforce("distill", arguments, DISTILL_RECIPES, distill, about)
+
+
+def _reinforce(verb: str, arguments: list[str], recipes: dict, loop: Callable, about: str) -> int:
+    from glm5_jax.cli_options import find_config, parse
+    from glm5_jax.rl.config import RlConfig
+    from glm5_jax.rl.inspect import final_words
+
+    (name,), rest = _positional(arguments, verb, ["CONFIG"])
+    config = find_config(name or next(iter(recipes)), recipes, RlConfig)
+
+    @dataclasses.dataclass(frozen=True)
+    class Options(RlConfig):
+        run_dir: str = f"runs/{pathlib.Path((name or 'CONFIG').split(':')[0]).stem}"  # where config, metrics and checkpoints go
+        resume: bool = True  # go on from the run directory's newest checkpoint; --no-resume deletes it and starts over
+
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(RlConfig)}
+    options = parse(Options(**fields), rest, f"glm5 {verb} {name or 'CONFIG'}", about)
+    config = RlConfig(**{name: getattr(options, name) for name in fields})
+    run_dir = pathlib.Path(options.run_dir)
+    return _run(loop, config, run_dir, options.resume, lambda result: final_words(run_dir, result.evaluation))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,9 +377,10 @@ def plan(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """Runs one benchmark."""
-    from glm5_jax.bench import attention, convert, moe, train_step
+    from glm5_jax.bench import attention, convert, generate, moe, train_step
 
-    benches = {"train-step": train_step.main, "attention": attention.main, "moe": moe.main, "convert": convert.main}
+    modules = {"train-step": train_step, "attention": attention, "moe": moe, "convert": convert, "generate": generate}
+    benches = {name: module.main for name, module in modules.items()}
     if {"--help", "-h"} & set(arguments[:1]) or not arguments:
         print(f"usage: glm5 bench NAME [--json]; NAME is one of {', '.join(benches)}")
         return 0 if arguments else 2

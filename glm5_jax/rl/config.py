@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 from glm5_jax import config as models
@@ -85,6 +86,7 @@ class RlConfig:
             self.micro_rows >= 1 and rows % self.micro_rows == 0,
             f"micro_rows={self.micro_rows}: must divide rollout.prompts x rollout.group = {rows}",
         )
+        check(0 <= self.mtp_weight < math.inf, f"mtp_weight={self.mtp_weight}: must be finite and not negative")
         limit = self.model.max_position_embeddings
         check(2 <= self.data.seq_len <= limit, f"data.seq_len={self.data.seq_len}: must lie in 2..{limit}, the position limit")
         for entry in self.teachers:

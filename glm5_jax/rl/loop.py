@@ -22,7 +22,7 @@ from glm5_jax.rl.config import OBJECTIVES, RlConfig
 from glm5_jax.rl.objectives import finish
 from glm5_jax.rl.policy import policy_loss
 from glm5_jax.rl.rewards import Scorer
-from glm5_jax.rl.rollout import Rollouts, Sample, assemble, evaluate, summary, write_samples
+from glm5_jax.rl.rollout import Rollouts, Sample, assemble, encode, evaluate, summary, write_samples
 from glm5_jax.rl.tasks import mixture
 from glm5_jax.rl.teachers import Teachers, reverse_kl
 from glm5_jax.serve.engine import Engine
@@ -57,6 +57,8 @@ def reinforce(
     Raises:
       UserError: bad settings, a loss that is not finite, unusable checkpoints. Stopped: after a signal.
     """
+    alone = config.rollout.group == 1 and not config.teachers
+    check(not alone, "rollout.group=1: an answer alone has no advantage; must be at least 2")
     run_dir = pathlib.Path(run_dir)
     with only_one(run_dir):
         fresh = not (resume and (run_dir / "config.json").exists())
@@ -95,7 +97,11 @@ class Run:
             f"data.tokenizer={config.data.tokenizer}: has {tokenizer.vocab_size} ids, "
             f"model.vocab_size={config.model.vocab_size}",
         )
+        ends = tokenizer.eos_id in config.model.eos_token_id
+        check(ends, f"data.tokenizer={config.data.tokenizer}: ends in id {tokenizer.eos_id}, not in model.eos_token_id")
         self.prompts = mixture(config.rollout.tasks, config.seed)
+        for i in range(len(self.prompts.tasks)):  # a first few, so that a mistake is known before anything is touched
+            encode(self.prompts.prompt(i), tokenizer, config.data.seq_len)
         tasks = [task.name for task in self.prompts.tasks]
         self.teachers = Teachers(config, tokenizer, tasks, data) if config.teachers else None
         self.model = abstract(config.model, runs.network_class(config))
@@ -136,7 +142,7 @@ class Run:
             ordinal = data["ordinal"]
         check(start <= config.steps, f"{self.run_dir}: stands at step {start}, past steps={config.steps}")
         write_config(self.run_dir, config)
-        self.metrics = Metrics(self.run_dir, start, say=self._say)
+        self.metrics = Metrics(self.run_dir, start or -1, say=self._say)  # the evaluation of step 0 is done again
         progress = Progress(config.steps, start)
         try:
             with progress, signals(self), Scorer(self.prompts.tasks, seconds=config.rollout.timeout) as scorer:
@@ -165,6 +171,7 @@ class Run:
         evaluation = self._evaluate(0, rollouts) if start == 0 else {}
         for done in range(start + 1, config.steps + 1):
             began = time.perf_counter()
+            rollouts.engine.forget()  # as after a new start, to the bit
             samples, ordinal, asked = rollouts.collect(ordinal)
             scored = time.perf_counter()
             state, line, advantages = self._update(state, samples)
@@ -174,7 +181,7 @@ class Run:
             line |= rollouts.engine.acceptance() if config.rollout.draft_steps else {}
             line["lr"] = float(self.lr(done - 1))
             self.metrics.write(done, line)
-            write_samples(self.run_dir / "samples" / f"{done}.jsonl", samples, advantages)
+            self._write_samples(done, samples, advantages)
             made = sum(len(s.completion.tokens) for s in samples)
             words = f"reward {line['reward']:.3f}  entropy {line.get('entropy', 0):.2f}"
             words += f"  KL to teacher {line['teacher_k1']:.3f}" if self.teachers else ""
@@ -208,6 +215,13 @@ class Run:
         for name in ("balance", "mtp_weight", "load", "max_violation"):
             values.pop(name, None)
         return state, line | finish(values) | told | summary(samples, advantages), advantages
+
+    def _write_samples(self, step: int, samples: list[Sample], advantages) -> None:
+        """As with metrics, a disk that refuses does not stop the run."""
+        try:
+            write_samples(self.run_dir / "samples" / f"{step}.jsonl", samples, advantages)
+        except OSError as error:
+            self.say(f"samples of step {step} cannot be written ({error.strerror or error}); the run goes on")
 
     def _evaluate(self, step: int, rollouts: Rollouts) -> dict[str, float]:
         scores = evaluate(rollouts, self.config.eval_prompts)

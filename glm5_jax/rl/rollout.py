@@ -68,10 +68,8 @@ class Rollouts:
     def answer(self, prompts: Sequence[Prompt], group: int, temperature: float, progress=None) -> list[Sample]:
         """`group` answers to each prompt, prompt by prompt."""
         config, tokenizer = self.config, self.tokenizer
-        asked = [(prompt, tokenizer.encode(prompt.text), i) for prompt in prompts for i in range(group)]
-        for prompt, ids, _ in asked[::group]:
-            room = len(ids) < config.data.seq_len
-            check(room, f"{prompt.task}: prompt {prompt.ordinal} has {len(ids)} tokens, data.seq_len={config.data.seq_len}")
+        encoded = [(prompt, encode(prompt, tokenizer, config.data.seq_len)) for prompt in prompts]
+        asked = [(prompt, ids, i) for prompt, ids in encoded for i in range(group)]
         requests = [
             Request(ids, config.rollout.max_new_tokens, temperature, seed=_seed(config.seed, prompt.ordinal, i))
             for prompt, ids, i in asked
@@ -94,6 +92,14 @@ class Rollouts:
         if completion.finish == "stop" or rule == "score" or score.value is None:
             return score.value
         return 0.0 if rule == "zero" else None
+
+
+def encode(prompt: Prompt, tokenizer, seq_len: int) -> np.ndarray:
+    """The prompt's tokens, int32 [n]. UserError: there are none, or they leave no room for an answer."""
+    ids = tokenizer.encode(prompt.text)
+    what = f"{prompt.task}: prompt {prompt.ordinal} has {len(ids)} tokens"
+    check(0 < len(ids) < seq_len, f"{what}, which with an answer has to fit into data.seq_len={seq_len}")
+    return ids
 
 
 def _seed(*numbers: int) -> int:

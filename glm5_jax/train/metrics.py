@@ -100,8 +100,16 @@ def read(run_dir: str | Path) -> list[dict[str, Any]]:
     return [{name: _number(value) for name, value in line.items()} for line in _parse(path)]
 
 
-def plot(run_dir: str | Path, path: str | Path) -> None:
-    """Writes a PNG of the training loss, the held-out bits per byte and the indexer's loss, if any, against the step.
+# What `plot` draws: label of each panel -> {name in the record: (words in the legend, colour)}.
+LOSSES = {
+    "total training loss (nats per token)": {LOSS: ("", "#1f4e9c")},
+    "held-out text (bits per byte)": {HELD_OUT: ("", "#b3541e")},
+    "index KL (nats per query)": {INDEX_KL: ("", "#2e7d4f")},
+}
+
+
+def plot(run_dir: str | Path, path: str | Path, panels: dict = LOSSES) -> None:
+    """Writes a PNG of the panels of which the run has a record, against the step: by default its losses.
 
     Raises:
       UserError: matplotlib is not installed, or the run has recorded none of them.
@@ -109,27 +117,26 @@ def plot(run_dir: str | Path, path: str | Path) -> None:
     figure_class = _figure_class()
     from matplotlib.ticker import MaxNLocator
 
-    panels = {
-        LOSS: ("total training loss (nats per token)", "#1f4e9c"),
-        HELD_OUT: ("held-out text (bits per byte)", "#b3541e"),
-        INDEX_KL: ("index KL (nats per query)", "#2e7d4f"),
-    }
     lines = read(run_dir)
-    curves = {name: [(line["step"], line[name]) for line in lines if name in line] for name in panels}
-    curves = {name: curve for name, curve in curves.items() if curve}
-    if not curves:
-        raise UserError(f"{run_dir}: nothing to plot; the record has none of {', '.join(panels)}")
-    figure = figure_class(figsize=(5.5 * len(curves), 3.8), dpi=150, layout="constrained")
-    for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-        steps, values = zip(*curve, strict=True)
-        few = len(steps) <= 50  # then the points themselves are worth seeing
-        label, color = panels[name]
-        axes.plot(steps, values, color=color, linewidth=1.4, marker="." if few else "")
+    names = [name for curves in panels.values() for name in curves]
+    known = {name: [(line["step"], line[name]) for line in lines if name in line] for name in names}
+    drawn = {label: {n: style for n, style in curves.items() if known[n]} for label, curves in panels.items()}
+    drawn = {label: curves for label, curves in drawn.items() if curves}
+    if not drawn:
+        raise UserError(f"{run_dir}: nothing to plot; the record has none of {', '.join(names)}")
+    figure = figure_class(figsize=(5.5 * len(drawn), 3.8), dpi=150, layout="constrained")
+    for axes, (label, curves) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+        for name, (words, color) in curves.items():
+            steps, values = zip(*known[name], strict=True)
+            few = len(steps) <= 50  # then the points themselves are worth seeing
+            axes.plot(steps, values, color=color, linewidth=1.4, marker="." if few else "", label=words)
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(f"last: {values[-1]:.3f}", loc="right", fontsize="medium")
+        if len(curves) > 1:
+            axes.legend()
     figure.suptitle(Path(run_dir).resolve().name)
     figure.savefig(path, format="png")
 

@@ -129,6 +129,8 @@ def evaluate_directory(path: pathlib.Path, model, tokenizer, options) -> int:
     check(options.rows >= 0, f"rows={options.rows}: must not be negative")
     is_run = (path / "checkpoints").is_dir()
     data = runs.read_config(path).data if is_run else DataConfig(sources=())
+    if not isinstance(data, DataConfig):  # a run of RL has no text
+        data = DataConfig(sources=(), tokenizer=data.tokenizer, seq_len=data.seq_len)
     check(bool(options.sources or data.sources), "sources: name what to evaluate on (--sources PATH ...)")
     seq_len = options.seq_len or (data.seq_len if is_run else 512)
     limit = model.cfg.max_position_embeddings

@@ -23,7 +23,7 @@ from glm5_jax.train.stages import TrainConfig
 
 # What may change between two starts of one run: nothing that a finished step depended on.
 # On another mesh a run goes on with the same values; only sums over devices may round differently from then on.
-RESUMABLE = ("steps", "eval_every", "eval_rows", "checkpoint", "nonfinite", "profile", "mesh")
+RESUMABLE = ("steps", "eval_every", "eval_rows", "eval_prompts", "checkpoint", "nonfinite", "profile", "mesh")
 
 
 def write_config(run_dir: pathlib.Path, config: TrainConfig) -> None:
@@ -74,6 +74,12 @@ def _item_type(kind):
 
 def check_same(old: TrainConfig, new: TrainConfig, run_dir: pathlib.Path) -> None:
     """Raises UserError that names the settings in which a run differs from what is asked of it now."""
+    kinds = type(old).__name__, type(new).__name__
+    check(
+        type(old) is type(new),
+        f"{run_dir}: holds a run of another kind, {kinds[0]} and not {kinds[1]}; choose another --run-dir, or start over with "
+        "--no-resume",
+    )
     changed = [
         f"{name} ({a} then, {b} now)"
         for (name, a), (_, b) in zip(_flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new)))
