@@ -181,7 +181,8 @@ def test_a_run_records_its_steps_and_evaluations_and_says_where_they_lie(steady)
     words = steady.said.split("\nheld-out prompts: ")[-1]
     assert words.startswith(f"greedy reward {last['eval_greedy']:.3f}, right {last['eval_greedy_exact']:.1%}; sampled reward")
     assert all(str(run / name) in words for name in ("config.json", "metrics.jsonl", "samples", "checkpoints", "rl.png"))
-    assert (run / "rl.png").read_bytes().startswith(b"\x89PNG")
+    png = (run / "rl.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and int.from_bytes(png[16:20]) == 4 * 825  # four panels of 5.5 inches
 
 
 def test_nothing_compiles_after_the_first_step(steady):
@@ -229,6 +230,32 @@ def test_every_ordinal_is_asked_once_and_filtered_groups_are_counted(steady):
         assert line["filtered"] == line["prompts"] - len(rewards)
         start, filtered = start + line["prompts"], filtered + line["filtered"]
     assert start == len(steady.asked[4]) and filtered > 0
+
+
+def test_the_numbers_of_a_step_are_those_of_its_samples(steady):
+    for line in lines(steady.path):
+        if "reward" not in line:
+            continue
+        samples, wanted = samples_of(steady.path, line["step"]), {}
+        for ordinal in {s["ordinal"] for s in samples}:
+            group = [s for s in samples if s["ordinal"] == ordinal]
+            rewards = np.array([s["reward"] for s in group])
+            expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            np.testing.assert_allclose([s["advantage"] for s in group], expected, rtol=1e-9)
+            for s in group:
+                digits, answer = s["prompt"][-2::-1], s["answer"]
+                right = sum(a == b for a, b in zip(answer, digits))
+                np.testing.assert_allclose(s["reward"], right / max(len(answer), len(digits)), rtol=1e-12)
+        sizes = np.array([len(s["tokens"]) for s in samples])
+        advantages = np.array([s["advantage"] for s in samples])
+        wanted["reward"] = np.mean([s["reward"] for s in samples])
+        wanted["exact"] = np.mean([s["reward"] == 1 for s in samples])
+        wanted["truncated"] = np.mean([s["tokens"][-1] != 0 for s in samples])
+        wanted["tokens"] = sizes.sum()
+        wanted["positive"], wanted["negative"] = sizes[advantages > 0].sum(), sizes[advantages < 0].sum()
+        wanted["answer_tokens"] = wanted["tokens"] / len(samples)
+        wanted |= {"missing": 0, "zero_variance": 0, "lr": 0.01}
+        np.testing.assert_allclose([line[name] for name in wanted], list(wanted.values()), rtol=1e-6, err_msg=str(wanted))
 
 
 # Stopping and going on
@@ -455,18 +482,18 @@ def test_a_missing_score_stays_missing_whatever_the_rule():
 
 
 def test_dynamic_filtering_replaces_constant_groups_and_passes_no_ordinal_twice():
-    useless = {0: [0.5, 0.5], 2: [1.0, None], 3: [None, None]}
+    useless = {0: [0.5, 0.5], 2: [1.0, None], 6: [None, None]}
 
     def reward(prompt, place):
         return useless.get(prompt.ordinal, [0.0, 1.0])[place % 2]
 
     script = Script([[3, 0]], reward)
     rollouts = scripted(script, filter=True, rounds=3)
-    samples, ordinal, counts = rollouts.collect(0)
-    assert [s.prompt.ordinal for s in samples] == [1, 1, 4, 4, 5, 5] and ordinal == 6  # 0 to 2, 3 and 4, 5
-    assert counts == {"prompts": 6, "filtered": 3}
+    samples, ordinal, counts = rollouts.collect(0)  # 0, 1 and 2, then 3 and 4 in place of two
+    assert [s.prompt.ordinal for s in samples] == [1, 1, 3, 3, 4, 4] and ordinal == 5
+    assert counts == {"prompts": 5, "filtered": 2}
     more, ordinal, counts = rollouts.collect(ordinal)
-    assert [s.prompt.ordinal for s in more] == [6, 6, 7, 7, 8, 8] and ordinal == 9 and counts == {"prompts": 3, "filtered": 0}
+    assert [s.prompt.ordinal for s in more] == [5, 5, 7, 7, 8, 8] and ordinal == 9 and counts == {"prompts": 4, "filtered": 1}
     assert [p.ordinal for p in script.prompts[::2]] == list(range(9))
     assert len({request.seed for request in script.requests}) == 18  # every answer is drawn by itself
 
