@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from typing import NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ from glm5_jax.rl.rollout import Rollouts, Sample, assemble, summary
 from glm5_jax.rl.tasks import Prompt, is_held_out, mixture
 from glm5_jax.rl.teachers import reverse_kl
 from glm5_jax.serve.engine import Completion, Engine, Request
+from glm5_jax.train import report
 from glm5_jax.train.inherit import bring_tokenizer, first_state, open_source
 from glm5_jax.train.run_dir import fresh_model
 from glm5_jax.train.session import Stopped
@@ -823,6 +825,16 @@ def test_training_and_rl_start_from_a_run_of_rl(steady, tmp_path):
     other = dataclasses.replace(text, data=dataclasses.replace(text.data, tokenizer="bytes"))
     with pytest.raises(UserError, match="data.tokenizer=bytes: .*steady was trained with chars:0123456789=+"):
         bring_tokenizer(open_source(other, tmp_path), "bytes", data)
+
+
+def test_final_words_of_training_need_no_function_in_the_text(monkeypatch):
+    """A tokenizer of digits cannot encode the start of one."""
+    monkeypatch.setattr(report, "_continued", lambda config, result, tokens, new, stops: tokens.tolist())
+    document = TOKENIZER.encode("1234=4321")
+    for held_out, train in (([document], [document[:1]]), ([], [document])):
+        corpus = types.SimpleNamespace(tokenizer=TOKENIZER, held_out=(held_out,), train=(train,))
+        result = types.SimpleNamespace(corpus=corpus)
+        assert report.sample_held_out(load_config(), result) == document[:5].tolist()
 
 
 def test_every_metric_is_in_the_one_table_of_the_docs(steady):

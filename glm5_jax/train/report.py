@@ -43,7 +43,7 @@ def final_words(config, run_dir: pathlib.Path, result, recipe: str) -> str:
     return f"""
 held-out bits per byte: {result.bits_per_byte:.4f}
 
---- a held-out {"conversation" if chat else "function"}, continued by the model behind the bar ---
+--- a held-out {"conversation" if chat else "text"}, continued by the model behind the bar ---
 {prompt}▌{new}
 ---
 config       {run_dir / "config.json"}
@@ -69,7 +69,7 @@ def next_trainings(config, run_dir: pathlib.Path, recipe: str) -> list[str]:
 
 
 def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 96) -> tuple[str, str]:
-    """The start of a function in held-out text, and how the model goes on."""
+    """The start of a function in held-out text, or of a document if there is none, and how the model goes on."""
     tokenizer = result.corpus.tokenizer
     prompt = ""
     for documents in result.corpus.held_out:
@@ -83,7 +83,12 @@ def sample_held_out(config, result, prompt_bytes: int = 240, new_tokens: int = 9
         if prompt:
             break
     limit = config.model.max_position_embeddings
-    tokens = np.asarray(tokenizer.encode(prompt or "def "), np.int32)[: (limit + 1) // 2]
+    if prompt:
+        tokens = tokenizer.encode(prompt)
+    else:
+        document = next(d for d in (*result.corpus.held_out, *result.corpus.train) if len(d))[0]
+        tokens = document[: min(prompt_bytes, (len(document) + 1) // 2)]
+    tokens = np.asarray(tokens, np.int32)[: (limit + 1) // 2]
     return _continued(config, result, tokens, new_tokens, config.model.eos_token_id)
 
 
