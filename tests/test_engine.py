@@ -56,14 +56,20 @@ def as_draw(request: Request) -> Draw:
     return Draw(*(jnp.asarray([x]) for x in (request.temperature, request.top_p, request.top_k, np.uint32(request.seed))))
 
 
+@jax.jit
+def draw_one(logits, draw: Draw, position):
+    """(log-probabilities [W], token) from logits [W]."""
+    log_p = log_probs(logits[None, None], draw)
+    return log_p[0, 0], choose(log_p, draw, jnp.reshape(position, (1, 1)))[0, 0]
+
+
 def by_full_passes(full_pass, request: Request, stop=(39,)):
     """(tokens, log-probabilities) by one full pass a token."""
     tokens, made, scores = list(request.tokens), [], []
     for _ in range(min(request.max_new_tokens, CONTEXT - len(tokens))):
-        log_p = log_probs(jnp.asarray(full_pass(tokens)[-1])[None, None], as_draw(request))
-        token = int(choose(log_p, as_draw(request), jnp.array([[len(tokens)]]))[0, 0])
-        made.append(token)
-        scores.append(float(log_p[0, 0, token]))
+        log_p, token = map(np.asarray, draw_one(full_pass(tokens)[-1], as_draw(request), len(tokens)))
+        made.append(int(token))
+        scores.append(float(log_p[token]))
         tokens.append(token)
         if token in (stop if request.stop is None else request.stop):
             break
@@ -162,7 +168,7 @@ def test_any_guess_gives_the_same_tokens_and_right_ones_save_passes(model, full_
                 state.drafts[slot, d] = guess if pattern[at % 6] else (guess + 1) % 39
         state.left[3] = 1  # a slot that becomes idle while others wait ends the call: one pass
         before = state.left[:3].copy()
-        keys, after, result = engine_module._decode(engine._graphdef, engine._params, keys, state, True, DRAFTS)
+        keys, after, result = engine_module._decode(engine._graphdef, engine.params, keys, state, True, DRAFTS)
         assert int(result.number) == 1
         for slot in np.flatnonzero(before):
             n = int(result.made[0, slot])
@@ -180,8 +186,8 @@ def test_guesses_leave_the_distribution_alone(model, full_pass):
     prompt, few = prompts(6, seed=8)[0], dict(top_k=3, temperature=1.0, stop=())
 
     def then(text):
-        log_p = log_probs(jnp.asarray(full_pass(text)[-1])[None, None], as_draw(Request(prompt, **few)))
-        return {int(token): float(np.exp(log_p[0, 0, token])) for token in np.flatnonzero(np.isfinite(log_p[0, 0]))}
+        log_p = np.asarray(draw_one(full_pass(text)[-1], as_draw(Request(prompt, **few)), len(text))[0])
+        return {int(token): float(np.exp(log_p[token])) for token in np.flatnonzero(np.isfinite(log_p))}
 
     chance = {(): 1.0}
     for _ in range(3):

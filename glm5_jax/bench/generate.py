@@ -1,11 +1,12 @@
 """Tokens per second of the rollout engine: `glm5 bench generate [PRESET|DIR]`.
 
-Requests with prompts of their own, none of which ends early, alone and together; prompts count in the time. With an MTP layer also
-with guesses, alternating; then the time to read one long prompt. Where torch and transformers are installed the same weights
-answer there too, with its cache and greedy decoding.
+Requests with prompts of their own, none of which ends early, alone and together; prompts count in the time. With an MTP layer
+also with guesses, alternating; then the time to read one long prompt. Where torch and transformers are installed the same
+weights answer there too, with its cache and greedy decoding.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import tempfile
@@ -58,9 +59,14 @@ def _model(name: str) -> Glm5:
 
 
 def run(model: Glm5, options: Options) -> dict:
-    """Measures, prints a table, and returns its numbers: {"rows": [{"requests", "engine", ...: tokens/s}], "prefill_s": {..}}."""
+    """Measures, prints a table, and returns its numbers.
+
+    Returns:
+      {"rows": [{"requests", and tokens/s by name: "engine", "guessing", "transformers"}, ..], "prefill_s": {name: seconds}}.
+    """
     context, limit = options.prompt + options.new, model.cfg.max_position_embeddings
-    check(max(context, options.prefill) <= limit, f"prompt + new = {context}, prefill={options.prefill}: the limit is {limit}")
+    check(context <= limit, f"prompt + new = {context}: the position limit is {limit}")
+    check(options.prefill <= limit, f"prefill={options.prefill}: the position limit is {limit}")
     other = options.transformers and all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     torch = _Torch(model) if other else None
     drafts = options.draft_steps if model.mtp else 0
@@ -71,9 +77,9 @@ def run(model: Glm5, options: Options) -> dict:
     for n in options.requests:
         prompts = np.random.default_rng(n).integers(1, model.cfg.vocab_size, (n, options.prompt))
         engines = {"engine": Engine(model, n, context)} | ({"guessing": Engine(model, n, context, drafts)} if drafts else {})
-        runs = {name: lambda i, e=e: _generate(e, prompts, options, i) for name, e in engines.items()}
+        runs = {name: functools.partial(_generate, engine, prompts, options) for name, engine in engines.items()}
         if torch:
-            runs["transformers"] = lambda i: torch.generate(prompts, options.new)
+            runs["transformers"] = functools.partial(torch.generate, prompts, options.new)
         seconds = _alternate(runs, options.rounds)
         row = {"requests": n} | {name: n * options.new / s for name, s in seconds.items()}
         row |= engines["guessing"].acceptance() if drafts else {}
@@ -85,19 +91,18 @@ def run(model: Glm5, options: Options) -> dict:
         prompt = np.random.default_rng(0).integers(1, model.cfg.vocab_size, (1, options.prefill - 1))
         engine = Engine(model, 1, options.prefill)
         one = dataclasses.replace(options, new=1)
-        runs = {"engine": lambda i: _generate(engine, (prompt + i) % model.cfg.vocab_size, one, i)}
+        runs = {"engine": functools.partial(_generate, engine, prompt, one)}
         if torch:
-            runs["transformers"] = lambda i: torch.generate(prompt, 1)
-        result["prefill_s"] = _alternate(runs, min(options.rounds, 2))
-        print(f"a prompt of {options.prefill:,} tokens, s: " + ", ".join(f"{k} {v:.2f}" for k, v in result["prefill_s"].items()))
+            runs["transformers"] = functools.partial(torch.generate, prompt, 1)
+        seconds = result["prefill_s"] = _alternate(runs, min(options.rounds, 2))
+        print(f"a prompt of {options.prefill:,} tokens, s: " + ", ".join(f"{name} {s:.2f}" for name, s in seconds.items()))
     return result
 
 
 def _generate(engine: Engine, prompts, options: Options, turn: int) -> None:
     engine.update(engine.version + 1, engine.params)  # forgets the prompts
-    engine.generate(
-        Request(p, options.new, options.temperature, seed=1000 * turn + i, stop=()) for i, p in enumerate(prompts)
-    )
+    seeds = range(1000 * turn, 1000 * turn + len(prompts))
+    engine.generate(Request(p, options.new, options.temperature, seed=s, stop=()) for p, s in zip(prompts, seeds))
 
 
 def _alternate(runs: dict, rounds: int) -> dict[str, float]:
@@ -123,7 +128,7 @@ class _Torch:
             save_hf(model, pathlib.Path(folder))
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def generate(self, prompts, new: int) -> None:
+    def generate(self, prompts, new: int, turn: int) -> None:
         tokens = self.torch.tensor(np.asarray(prompts))
         with self.torch.inference_mode():
             self.model.generate(

@@ -96,7 +96,7 @@ class Rollouts:
 
 def encode(prompt: Prompt, tokenizer, seq_len: int) -> np.ndarray:
     """The prompt's tokens, int32 [n]. UserError: there are none, or they leave no room for an answer."""
-    ids = tokenizer.encode(prompt.text)
+    ids = tokenizer.encode_plain(prompt.text)
     what = f"{prompt.task}: prompt {prompt.ordinal} has {len(ids)} tokens"
     check(0 < len(ids) < seq_len, f"{what}, which with an answer has to fit into data.seq_len={seq_len}")
     return ids

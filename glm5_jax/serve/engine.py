@@ -205,6 +205,7 @@ class Engine:
         check(version > self.version, f"version={version}: the engine has version {self.version} already")
         self.params, self.version = _unstack(params), version
         self._held = [np.zeros(0, np.int32)] * self.slots
+        self._used = [0] * self.slots  # nothing of before decides anything now, not even who gets which slot
         self._state.left[:] = 0
         self._reading = collections.deque((slot, job) for slot, job in enumerate(self._jobs) if job)
 
