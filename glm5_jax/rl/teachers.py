@@ -117,7 +117,7 @@ def load_teacher(run: str, config: RlConfig, tokenizer, step: int | None = None)
 
 
 def reverse_kl(tasks: Sequence[str], batch: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of a step: `teacher_k1`, mean over sampled tokens of log mu - log pi_teacher; `teacher_k1/TASK`, of several tasks.
+    """Metrics of a step: `teacher_k1`, mean over sampled tokens of log mu - log pi_teacher; `teacher_k1/TASK` where several.
 
     mu, recorded in sampling, is the student, so that this estimates KL(student || teacher) without bias.
 
