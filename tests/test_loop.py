@@ -370,7 +370,7 @@ def test_no_range_of_traced_steps_breaks_a_resumed_run(monkeypatch, config, undi
 def test_one_program_per_batch_size(config, tmp_path):
     run = loop.Run(config, tmp_path / "run", load_corpus(config.data, tmp_path / "run" / "data"))
     run.train()
-    shapes = {tuple(np.shape(run._next_batch(step)[1])) for step in range(12)}
+    shapes = {run._next_batch(step)[1]["tokens"].shape for step in range(12)}
     assert shapes == {(1, 2, 32), (2, 2, 32)} == set(run.programs)
 
 

@@ -307,7 +307,7 @@ def rising(place, config):
 
     def watched(self, step):
         batch = next_batch(self, step)
-        shapes.append(batch[1].shape)
+        shapes.append(batch[1]["tokens"].shape)
         return batch
 
     def counted(*arguments):
