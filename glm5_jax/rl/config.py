@@ -107,9 +107,11 @@ class RlConfig:
 
 
 def reverse() -> RlConfig:
-    """A minute or two on a laptop: from random weights, a 1M-parameter GLM-5 learns to turn four digits round.
+    """Two minutes on a laptop: four digits to be turned round, a 1M-parameter GLM-5 from random weights.
 
-    K lies below the length of a row, so that the (random, frozen) indexer decides what is seen.
+    In 90 updates the share of right places rises from 0.07 to about 0.3: that answers are made of the question's digits is
+    learnt, which of them comes where is not. K lies below the length of a row, so that the (random, frozen) indexer decides
+    what is seen.
     """
     return RlConfig(
         model=models.tiny(
