@@ -34,7 +34,7 @@ from glm5_jax.rl.loop import reinforce
 from glm5_jax.rl.objectives import IcePop
 from glm5_jax.rl.policy import policy_loss
 from glm5_jax.rl.rewards import Score, Scorer
-from glm5_jax.rl.rollout import Rollouts, Sample, assemble, summary
+from glm5_jax.rl.rollout import Rollouts, Sample, assemble, encode, summary
 from glm5_jax.rl.tasks import Prompt, is_held_out, mixture
 from glm5_jax.rl.teachers import reverse_kl
 from glm5_jax.serve.engine import Completion, Engine, Request
@@ -512,6 +512,25 @@ def test_without_filtering_constant_groups_stay():
     samples, ordinal, counts = scripted(Script([[3, 0]])).collect(4)
     assert len(samples) == 6 and ordinal == 7 and counts == {"prompts": 3, "filtered": 0}
     assert assemble(samples, 6, 10, "std")[1].zero_variance.all()
+
+
+def test_in_a_chat_template_the_model_thinks_and_what_follows_is_scored():
+    tokenizer, heard = load_tokenizer("bytes:chat"), []
+    end_of_thought, digits = 267, [ord("2") + 1, ord("1") + 1]
+    script = Script([[*digits, end_of_thought, *digits, 0], [*digits, 0]])
+    script.score = lambda prompts, texts: heard.extend(texts) or [Score(0.0)] * len(texts)
+    config = dataclasses.replace(
+        load_config(), data=RowConfig("bytes:chat", 64, template="5"), rollout=RolloutConfig(prompts=1, group=2), micro_rows=1
+    )
+    samples, _, _ = Rollouts(config, tokenizer, script, script, mixture(("reverse:2",))).collect(0)
+    question = [byte + 1 for byte in samples[0].prompt.text.encode()]
+    assert samples[0].ids.tolist() == [260, 261, 263, *question, 264, 266]  # [gMASK]<sop><|user|>..<|assistant|><think>
+    assert heard == ["21", ""]  # who never ends a thought has not answered
+    assert [s.text for s in samples] == ["21</think>21", "21"]
+    spelled = dataclasses.replace(samples[0].prompt, text="<think>")
+    assert (encode(spelled, tokenizer, config.data) == 266).sum() == 1  # the template's own
+    with pytest.raises(UserError, match="data.tokenizer=bytes: lacks tokens of the chat template"):
+        encode(samples[0].prompt, load_tokenizer("bytes"), RowConfig("bytes", 64, template="5.1"))
 
 
 def test_scorers_that_hang_raise_or_lose_the_network_are_counted(monkeypatch):

@@ -25,6 +25,8 @@ class RowConfig:
 
     tokenizer: str = "bytes"  # as in training; a run that is started from brings its own
     seq_len: int = 512  # tokens of a prompt and its answer, and of a row of the trainer
+    # of a question: its text alone, or a user message of that release's chat template; then what follows </think> is scored
+    template: Literal["plain", "5", "5.1", "5.2"] = "plain"
 
 
 @dataclasses.dataclass(frozen=True)

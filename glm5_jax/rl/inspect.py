@@ -126,7 +126,8 @@ def final_words(run_dir: pathlib.Path, evaluation: dict[str, float]) -> str:
     ]
     commands = [f"glm5 rl --inspect {run_dir} --worst"]
     samples = read_samples(run_dir)[1]
-    if samples and samples[0]["prompt"].isprintable() and len(samples[0]["prompt"]) < 60:
+    plain = runs.read_config(run_dir).data.template == "plain"  # glm5 generate continues a text as it is
+    if plain and samples and samples[0]["prompt"].isprintable() and len(samples[0]["prompt"]) < 60:
         commands.append(f"glm5 generate {run_dir} --prompt {shlex.quote(samples[0]['prompt'])}")
     return f"""
 held-out prompts: {"; ".join(said) or "no answer could be scored"}

@@ -101,7 +101,7 @@ class Run:
         check(ends, f"data.tokenizer={config.data.tokenizer}: ends in id {tokenizer.eos_id}, not in model.eos_token_id")
         self.prompts = mixture(config.rollout.tasks, config.seed)
         for i in range(len(self.prompts.tasks)):  # a first few, so that a mistake is known before anything is touched
-            encode(self.prompts.prompt(i), tokenizer, config.data.seq_len)
+            encode(self.prompts.prompt(i), tokenizer, config.data)
         tasks = [task.name for task in self.prompts.tasks]
         self.teachers = Teachers(config, tokenizer, tasks, data) if config.teachers else None
         self.model = abstract(config.model, runs.network_class(config))

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from glm5_jax.config import check
+from glm5_jax.convert import chat
 from glm5_jax.rl.advantages import Advantages, group_advantages, keep_informative, token_weights
-from glm5_jax.rl.config import RlConfig
+from glm5_jax.rl.config import RlConfig, RowConfig
 from glm5_jax.rl.rewards import Score, Scorer
 from glm5_jax.rl.tasks import Mixture, Prompt
 from glm5_jax.serve.engine import Completion, Engine, Request
@@ -68,7 +69,7 @@ class Rollouts:
     def answer(self, prompts: Sequence[Prompt], group: int, temperature: float, progress=None) -> list[Sample]:
         """`group` answers to each prompt, prompt by prompt."""
         config, tokenizer = self.config, self.tokenizer
-        encoded = [(prompt, encode(prompt, tokenizer, config.data.seq_len)) for prompt in prompts]
+        encoded = [(prompt, encode(prompt, tokenizer, config.data)) for prompt in prompts]
         asked = [(prompt, ids, i) for prompt, ids in encoded for i in range(group)]
         requests = [
             Request(ids, config.rollout.max_new_tokens, temperature, seed=_seed(config.seed, prompt.ordinal, i))
@@ -76,7 +77,8 @@ class Rollouts:
         ]
         completions = self.engine.generate(requests, progress)
         texts = [self._text(completion) for completion in completions]
-        scores = self.scorer.score([prompt for prompt, _, _ in asked], texts)
+        answers = texts if config.data.template == "plain" else [text.partition("</think>")[2] for text in texts]
+        scores = self.scorer.score([prompt for prompt, _, _ in asked], answers)
         return [
             Sample(prompt, request.tokens, completion, text, score, self._reward(completion, score))
             for (prompt, _, _), request, completion, text, score in zip(asked, requests, completions, texts, scores)
@@ -94,11 +96,19 @@ class Rollouts:
         return 0.0 if rule == "zero" else None
 
 
-def encode(prompt: Prompt, tokenizer, seq_len: int) -> np.ndarray:
-    """The prompt's tokens, int32 [n]. UserError: there are none, or they leave no room for an answer."""
-    ids = tokenizer.encode_plain(prompt.text)
+def encode(prompt: Prompt, tokenizer, rows: RowConfig) -> np.ndarray:
+    """The prompt's tokens, int32 [n], in a chat template up to the <think> behind which the model begins.
+
+    UserError: there are none, they leave no room for an answer, or the tokenizer lacks tokens of the template.
+    """
+    if rows.template == "plain":
+        ids = tokenizer.encode_plain(prompt.text)
+    else:
+        chat.check_chat_tokens(tokenizer, rows.tokenizer)
+        question = [{"role": "user", "content": prompt.text}]
+        ids, _ = chat.encode(chat.render(question, version=rows.template, add_generation_prompt=True), tokenizer)
     what = f"{prompt.task}: prompt {prompt.ordinal} has {len(ids)} tokens"
-    check(0 < len(ids) < seq_len, f"{what}, which with an answer has to fit into data.seq_len={seq_len}")
+    check(0 < len(ids) < rows.seq_len, f"{what}, which with an answer has to fit into data.seq_len={rows.seq_len}")
     return ids
 
 
