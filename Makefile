@@ -1,12 +1,16 @@
-# make run: install, then train a small GLM-5 on the Python standard library's source files. make test: the suite.
+# make run: install, then train a small GLM-5 on the Python standard library's source files. make pipeline: all stages of the
+# recipe, from pre-training to distillation. make test: the suite.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test smoke lint clean
+.PHONY: run pipeline test smoke lint clean
 
 run: $(VENV)/installed
 	$(BIN)/glm5 train tiny
+
+pipeline: $(VENV)/installed
+	$(BIN)/glm5 run experiments/recipe
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests

@@ -1,4 +1,4 @@
-"""The command line: glm5 train | sft | rl | distill | generate | eval | convert | plan | bench | show."""
+"""The command line: glm5 train | sft | rl | distill | run | generate | eval | convert | plan | bench | show."""
 
 import contextlib
 import dataclasses
@@ -22,6 +22,7 @@ USAGE = """usage: glm5 VERB ...
   rl CONFIG         reinforcement learning; CONFIG is a recipe (reverse) or path/to/file.py
   rl --inspect RUN  answers of such a run, with their rewards
   distill CONFIG    learn from several earlier runs, each the teacher of its tasks
+  run FOLDER        all stages of FOLDER/recipe.py, each from the last, with one report: experiments/recipe
   generate DIR      continue a text, from a run or a Hugging Face directory
   eval DIR          held-out bits per byte of a run or a Hugging Face directory
   convert DIR OUT   between Hugging Face directories (bfloat16, FP8) and runs, of any size
@@ -37,8 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     verbs = {
-        "train": train, "sft": sft, "rl": rl, "distill": distill, "generate": generate, "eval": evaluate, "convert": convert,
-        "plan": plan, "bench": bench, "show": show,
+        "train": train, "sft": sft, "rl": rl, "distill": distill, "run": run, "generate": generate, "eval": evaluate,
+        "convert": convert, "plan": plan, "bench": bench, "show": show,
     }  # fmt: skip
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
@@ -128,21 +129,26 @@ def _train(config, run_dir: pathlib.Path, resume: bool, recipe: str) -> int:
 
 def _run(loop: Callable, config, run_dir: pathlib.Path, resume: bool, final_words: Callable) -> int:
     """loop(config, run_dir, resume), and what is said after it; status 0 when done or after SIGTERM, 130 after Ctrl-C."""
-    import signal
-
     from glm5_jax.train.session import Stopped
 
     try:
         result = loop(config, run_dir, resume)
     except Stopped as stopped:
-        same = "The same command" if resume else "The same command without --no-resume"
-        saved = f"saved in {run_dir}. {same} goes on from here."
-        print("stopped; " + (saved if stopped.saved else f"not saved. {same} goes on from the last checkpoint."))
-        return 0 if stopped.signal == signal.SIGTERM else 130
+        return _stopped(stopped, run_dir, resume)
     if result.already_done:
         print(f"{run_dir}: already done, {config.steps} steps.")
     print(final_words(result))
     return 0
+
+
+def _stopped(stopped, run_dir: pathlib.Path, resume: bool) -> int:
+    """Says how to go on; the status."""
+    import signal
+
+    same = "The same command" if resume else "The same command without --no-resume"
+    saved = f"saved in {run_dir}. {same} goes on from here."
+    print("stopped; " + (saved if stopped.saved else f"not saved. {same} goes on from the last checkpoint."))
+    return 0 if stopped.signal == signal.SIGTERM else 130
 
 
 def rl(arguments: list[str]) -> int:
@@ -188,6 +194,31 @@ def _reinforce(verb: str, arguments: list[str], recipes: dict, loop: Callable, a
     config = RlConfig(**{name: getattr(options, name) for name in fields})
     run_dir = pathlib.Path(options.run_dir)
     return _run(loop, config, run_dir, options.resume, lambda result: final_words(run_dir, result.evaluation))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs all stages of a recipe; status as of `train`."""
+    from glm5_jax.cli_options import parse
+
+    (folder,), rest = _positional(arguments, "run", ["FOLDER"])
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        run_dir: str = f"runs/{pathlib.Path(folder or 'FOLDER').resolve().name}"  # for the runs of all stages and the report
+        resume: bool = True  # go on in the stage that was stopped; --no-resume starts over with the first
+
+    about = "Runs the stages of FOLDER/recipe.py, each from the run of the last, and reports before and after of each."
+    options = parse(Options(), rest, "glm5 run FOLDER", about)
+    from glm5_jax.pipeline.run import load, run_stages
+    from glm5_jax.train.session import Stopped
+
+    runs = pathlib.Path(options.run_dir)
+    try:
+        report = run_stages(load(folder, runs), runs, options.resume)
+    except Stopped as stopped:
+        return _stopped(stopped, runs, options.resume)
+    print(f"\nall stages are done\nreport: {report}")
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ import re
 
 import tyro
 
-from glm5_jax.config import PRESETS, check
+from glm5_jax.config import PRESETS
 from glm5_jax.errors import UserError
-from glm5_jax.importing import import_object, line_of
+from glm5_jax.importing import call_object
 
 
 def parse(options, arguments: list[str], program: str, description: str):
@@ -85,16 +85,7 @@ def find_config(name: str, recipes: dict, kind: type):
         known = ", ".join(recipes)
         models = f" ({name} is a model without a training recipe)" if name in PRESETS else ""
         raise UserError(f"unknown config {name!r}{models}: one of {known}, or a file like path/to/mine.py")
-    where = name if ":" in name else f"{name}:config"
-    function = import_object(where)
-    check(callable(function), f"{where}: is not a function")
-    try:
-        config = function()
-    except UserError:
-        raise
-    except Exception as error:  # the user's own code
-        file = where.rpartition(":")[0]
-        raise UserError(f"{file}{line_of(error, file)}: {type(error).__name__}: {error}") from None
+    config = call_object(name if ":" in name else f"{name}:config")
     if not isinstance(config, kind):
         raise UserError(f"{name}: returns {type(config).__name__}, not {kind.__name__}")
     return config

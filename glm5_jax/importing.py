@@ -29,6 +29,23 @@ def import_object(name: str):
         raise UserError(f"{where}{line_of(error, where)}: {type(error).__name__}: {error}") from None
 
 
+def call_object(name: str, *arguments):
+    """What the function that `name` stands for returns.
+
+    Raises:
+      UserError: as `import_object`, no function, or what it raises, in one line.
+    """
+    function = import_object(name)
+    check(callable(function), f"{name}: is not a function")
+    try:
+        return function(*arguments)
+    except UserError:
+        raise
+    except Exception as error:  # the user's own code
+        file = name.rpartition(":")[0]
+        raise UserError(f"{file}{line_of(error, file)}: {type(error).__name__}: {error}") from None
+
+
 def line_of(error: Exception, file: str) -> str:
     """", line N" of the innermost frame in `file`, "" if the error did not pass through it."""
     frames = traceback.extract_tb(error.__traceback__)
