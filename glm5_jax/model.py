@@ -1,7 +1,7 @@
 """The whole GLM-5 network: embed -> scanned decoder layers -> norm -> head, and the MTP layer (paper section 2.1).
 
-Layers that repeat are stacked and scanned in the smallest repeating group (GLM-5: one layer; GLM-5.2: F S S S), so compile
-time does not grow with depth.
+Layers that repeat are stacked and scanned in the smallest repeating group (GLM-5: one layer; GLM-5.2: F S S S, of which S S S
+is a loop of its own), so compile time does not grow with depth.
 """
 
 import functools
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
     """Keys of all earlier tokens: R + P numbers a token and layer, plus J on layers that own an indexer.
 
     Attributes:
-      keys: per group, per layer of its pattern, `Keys` with leading [repeats,B,S].
+      keys: per group, per run of its pattern, `Keys` with leading [*stack,B,S].
       segment: int32 [B,S], 0 where no real token stands.
       length: int32 [B], slots in use.
     """
@@ -92,40 +92,80 @@ def layer_groups(kinds: tuple) -> list[tuple[tuple, int]]:
     return groups
 
 
+def runs(pattern: tuple) -> list[tuple[tuple, int]]:
+    """Cuts the pattern of a group into (kind, count): neighbours of one kind without an indexer are one run."""
+    cut = []
+    for kind in pattern:
+        if cut and cut[-1][0] == kind and not kind[1]:
+            cut[-1] = (kind, cut[-1][1] + 1)
+        else:
+            cut.append((kind, 1))
+    return cut
+
+
+def stack(repeats: int, count: int) -> tuple[int, ...]:
+    """Leading dimensions of what the layers of a run hold, in a group of so many repeats."""
+    return (repeats,) if count == 1 else (repeats, count)
+
+
+def layer_places(kinds: tuple) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Where each layer of a scanned model lies, in order: (group, block, index into the leading dimensions)."""
+    places = []
+    for g, (pattern, repeats) in enumerate(layer_groups(kinds)):
+        for r in range(repeats):
+            for b, (_, count) in enumerate(runs(pattern)):
+                places += [(g, b, (r, j)[: len(stack(repeats, count))]) for j in range(count)]
+    return places
+
+
 class Group(nnx.Module):
-    """`repeats` copies of a short pattern of layers, parameters stacked on a leading axis and scanned."""
+    """`repeats` copies of a short pattern of layers, one block for each run of it, parameters stacked (`stack`) and scanned."""
 
     def __init__(self, cfg: ModelConfig, pattern: tuple, repeats: int, rngs: nnx.Rngs, block: type[Block]):
         self.cfg = cfg
         self.repeats = repeats
-        self.blocks = nnx.List([block(cfg, ffn, indexer, rngs, (repeats,)) for ffn, indexer in pattern])
+        self.counts = tuple(count for _, count in runs(pattern))
+        self.blocks = nnx.List([block(cfg, *kind, rngs, stack(repeats, count)) for kind, count in runs(pattern)])
 
     def __call__(self, x, selection: Selection, ctx, keys, start, collect: frozenset):
         """Scans the layers.
 
         Args:
           x: [B,T,D]. selection: that of the last layer with an indexer before this group.
-          keys: tuple over the pattern of cached `Keys` [repeats,B,S,...], or None. start: int32 [B], slots to write at.
+          keys: tuple over the runs of cached `Keys` [*stack,B,S,...], or None. start: int32 [B], slots to write at.
         Returns:
           (x, selection, keys, list over layers of aux).
         """
         graphdefs, stacked = zip(*(nnx.split(block) for block in self.blocks))
         shares = not all(indexer for _, indexer in self.cfg.layer_kinds)  # else no layer needs what another one chose
 
-        def layer(i, params, x, selection, memory):
+        def layer(i, params, keys, x, selection):
             block = nnx.merge(graphdefs[i], whole(params, self.cfg.dtype))
-            return block(checkpoint_name(x, "layer_input"), ctx, selection, memory, collect=collect)
+            memory = None if keys is None else Memory(keys, start)
+            x, selection, now, aux = block(checkpoint_name(x, "layer_input"), ctx, selection, memory, collect=collect)
+            return x, selection, None if keys is None else now, aux
+
+        def run(i, params, keys, x, selection):
+            one = recompute(functools.partial(layer, i), self.cfg.remat, prevent_cse=False)
+            if self.counts[i] == 1:
+                x, selection, keys, aux = one(params, keys, x, selection)
+                return x, selection, keys, [aux]
+
+            def next_layer(x, scanned):  # layers of a run choose nothing: all see one selection
+                x, _, keys, aux = one(*scanned, x, selection)
+                return x, (keys, aux)
+
+            x, (keys, aux) = jax.lax.scan(next_layer, x, (params, keys))
+            return x, selection, keys, [jax.tree.map(lambda a, j=j: a[j], aux) for j in range(self.counts[i])]
 
         def body(carry, scanned):
             x, selection = carry
             params, keys = scanned
             new_keys, aux = [], []
             for i in range(len(params)):
-                memory = None if keys is None else Memory(keys[i], start)
-                run = recompute(functools.partial(layer, i), self.cfg.remat, prevent_cse=False)
-                x, selection, now, layer_aux = run(params[i], x, selection, memory)
+                x, selection, now, of_layers = run(i, params[i], None if keys is None else keys[i], x, selection)
                 new_keys.append(now)
-                aux.append(layer_aux)
+                aux += of_layers
             carry = (x, selection if shares else NOTHING)
             return carry, (None if keys is None else tuple(new_keys), aux)
 
@@ -295,7 +335,8 @@ def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype=None, scanned: b
     groups = layer_groups(cfg.layer_kinds) if scanned else [((kind,), 1) for kind in cfg.layer_kinds]
     keys = []
     for pattern, repeats in groups:
-        keys.append(tuple(empty_keys(cfg, (repeats, batch, slots), full, dtype) for _, full in pattern))
+        shapes = [(full, (*stack(repeats, count), batch, slots)) for (_, full), count in runs(pattern)]
+        keys.append(tuple(empty_keys(cfg, shape, full, dtype) for full, shape in shapes))
     return Cache(tuple(keys), jnp.zeros((batch, slots), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
@@ -317,21 +358,14 @@ def merge(graphdef: nnx.GraphDef, params: dict) -> nnx.Module:
     return nnx.merge(graphdef, params)
 
 
-def unstack(params: dict) -> dict:
-    """Parameters of a model whose layers are scanned as those of one whose layers are not, nested dicts both.
-
-    The order of the layers: group by group, and in each repeat after repeat of its pattern.
-    """
-    flat_params, first = flat(params), 0
+def unstack(params: dict, cfg: ModelConfig) -> dict:
+    """Parameters of a model whose layers are scanned as those of one whose layers are not, nested dicts both."""
+    flat_params = flat(params)
     result = {path: leaf for path, leaf in flat_params.items() if path[0] != "groups"}
-    for group in sorted(params["groups"]):
-        of_group = {path[2:]: leaf for path, leaf in flat_params.items() if path[:2] == ("groups", group)}
-        width = 1 + max(path[1] for path in of_group)
-        repeats = next(iter(of_group.values())).shape[0]
-        for (blocks, i, *rest), leaf in of_group.items():
-            for r in range(repeats):
-                result["groups", first + r * width + i, blocks, 0, *rest] = leaf[r : r + 1]
-        first += repeats * width
+    for i, (group, block, index) in enumerate(layer_places(cfg.layer_kinds)):
+        for path, leaf in flat_params.items():
+            if path[:4] == ("groups", group, "blocks", block):
+                result["groups", i, "blocks", 0, *path[4:]] = leaf[index][None]
     return traverse_util.unflatten_dict(result)
 
 

@@ -25,7 +25,7 @@ from glm5_jax.compiling import compiler_options
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.layers.mla import pieces
-from glm5_jax.model import Cache, abstract, empty_cache, layer_groups, merge, template
+from glm5_jax.model import Cache, abstract, empty_cache, merge, template
 from glm5_jax.program import by_axes, collectives, instructions
 from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, local, make_mesh, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
@@ -209,7 +209,8 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
     cuts = parameter_specs(placed)
     params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings_of(mesh, cuts))
     cache = jax.eval_shape(lambda: empty_cache(cfg, batch, options.seq))
-    places = Cache(jax.tree.map(lambda _: PartitionSpec(None, ROWS), cache.keys), PartitionSpec(ROWS), PartitionSpec(ROWS))
+    keys = jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 3), ROWS), cache.keys)
+    places = Cache(keys, PartitionSpec(ROWS), PartitionSpec(ROWS))
     cache = jax.tree.map(lambda x, s: x.update(sharding=s), cache, shardings_of(mesh, places))
     rows = PartitionSpec(ROWS)
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, rows))
@@ -256,9 +257,9 @@ def dtypes(tree) -> str:
 
 def kept_activations(cfg: ModelConfig, rows: float, seq: float) -> float:
     """Bytes of the device that the forward pass keeps for the backward pass of `rows` x `seq` of its tokens: the inputs of
-    scanned patterns of layers, selected positions (not under remat=offload) and its tokens' experts."""
+    layers, selected positions (not under remat=offload) and its tokens' experts."""
     kinds = cfg.layer_kinds
-    layers = sum(repeats for _, repeats in layer_groups(kinds)) * cfg.hidden_size * 2
+    layers = len(kinds) * cfg.hidden_size * 2
     chosen = sum(full for _, full in kinds) * min(cfg.index_topk, seq) * 4 if cfg.attention == "sparse" else 0
     experts = sum(ffn == "moe" for ffn, _ in kinds) * cfg.num_experts_per_tok * 4
     return rows * seq * (experts + (0 if cfg.remat == "offload" else layers + chosen))

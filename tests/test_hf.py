@@ -111,7 +111,8 @@ def test_random_models_survive_a_round_trip(tmp_path):
 
 
 def test_every_parameter_is_published_exactly_once():
-    cfg = reference.micro_config(num_hidden_layers=5, indexer_types=("full", "shared", "shared", "full", "shared"))
+    types = ("full", "full", "shared", "shared", "full", "shared", "shared")
+    cfg = reference.micro_config(num_hidden_layers=7, indexer_types=types)
     model = reference.random_model(cfg)
     total = sum(x.size for x in jax.tree.leaves(split(model)[1]))
     assert sum(math.prod(shape) for shape in tensor_list(cfg).values()) == total

@@ -12,7 +12,7 @@ import reference
 from conftest import forward
 from glm5_jax.errors import UserError
 from glm5_jax.layers.block import write
-from glm5_jax.model import abstract, default_positions, empty_cache, layer_groups, merge, split, unstack
+from glm5_jax.model import abstract, default_positions, empty_cache, layer_groups, layer_places, merge, runs, split, unstack
 from glm5_jax.sparse import xla
 
 F, S, D = ("moe", True), ("moe", False), ("dense", True)
@@ -52,12 +52,19 @@ def test_a_pattern_of_several_layers_begins_with_an_indexer():
 # IndexShare
 
 
-@pytest.mark.parametrize("letters", ["FSFSS", "FFSSF", "FSSSS", "FSFSF"])
+def test_neighbours_without_an_indexer_are_one_run():
+    assert runs((F, S, S, S)) == [(F, 1), (S, 3)] and runs((F, F, S)) == [(F, 1), (F, 1), (S, 1)] and runs((D,)) == [(D, 1)]
+    assert layer_places((D, F, S, S, F, S, S)) == [
+        (0, 0, (0,)), (1, 0, (0,)), (1, 1, (0, 0)), (1, 1, (0, 1)), (1, 0, (1,)), (1, 1, (1, 0)), (1, 1, (1, 1)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("letters", ["FSFSS", "FFSSF", "FSSSS", "FSFSF", "FFSSFSS"])
 def test_index_share_equals_loops(micro, tokens, letters):
     """Lists that no frequency gives; the first dense layer shares its selection across the border to the MoE layers."""
     full = [letter == "F" for letter in letters]
     types = tuple("full" if f else "shared" for f in full)
-    model, w = micro(num_hidden_layers=5, indexer_types=types, index_topk_freq=4)
+    model, w = micro(num_hidden_layers=len(letters), indexer_types=types, index_topk_freq=4)
     out = run(model, tokens)
     expected = reference.forward(w, model.cfg, tokens[0], full=full)
     np.testing.assert_allclose(out.logits[0], expected["logits"], rtol=0, atol=5e-4)
@@ -94,13 +101,15 @@ def gradients(micro, tokens):
     return run
 
 
-SHARE = {"num_hidden_layers": 5, "indexer_types": ("full", "shared", "shared", "full", "shared")}
+SHARE = {"num_hidden_layers": 7, "indexer_types": ("full", "full", "shared", "shared") + ("full", "shared", "shared")}
 
 
 @pytest.mark.parametrize("remat", ["block", "offload"])
-def test_remat_gives_the_same_gradients_bit_for_bit_under_index_share(gradients, remat):
+def test_remat_gives_the_same_gradients_under_index_share(gradients, remat):
     plain, recomputed = gradients(**SHARE), gradients(**SHARE, remat=remat)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max())
+    for a, b in zip(jax.tree.leaves(plain["selected"]), jax.tree.leaves(recomputed["selected"]), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -123,7 +132,7 @@ def test_recomputation_never_selects_or_routes_again(micro, tokens, monkeypatch,
 @pytest.mark.parametrize("settings", [{}, {"remat": "block"}], ids=str)
 def test_every_token_counts_once_in_the_load(gradients, settings):
     dense, *moe = gradients(**SHARE, **settings)["load"]
-    assert dense is None and [np.sum(load) for load in moe] == [2 * 20 * 2] * 4
+    assert dense is None and [np.sum(load) for load in moe] == [2 * 20 * 2] * 6
 
 
 @pytest.mark.parametrize("attention, chunks", [("sparse", (8, 13, 20)), ("dense", (7,))])
@@ -222,7 +231,7 @@ def test_rows_of_different_lengths_and_layers_of_their_own_equal_one_pass(micro,
     model, _ = micro(**settings)
     whole = np.asarray(run(model, tokens).logits)
     graphdef, params = split(model)
-    apart = merge(split(abstract(model.cfg, scanned=False))[0], unstack(params))
+    apart = merge(split(abstract(model.cfg, scanned=False))[0], unstack(params, model.cfg))
     cache = empty_cache(model.cfg, 2, 24, scanned=False)
     _, _, cache = jax.jit(lambda m, t, c: m.trunk(t, cache=c))(apart, tokens[:2, :9], cache)
     cache = cache._replace(length=jnp.array([3, 9]), segment=(jnp.arange(24) < jnp.array([[3], [9]])).astype(jnp.int32))
@@ -250,11 +259,11 @@ def test_decoding_past_k_is_sparse(micro, tokens):
 
 def test_only_layers_with_an_indexer_cache_index_keys(micro):
     cache = empty_cache(micro(**SHARE)[0].cfg, 2, 24)
-    kept = [keys.index is not None for group in cache.keys for keys in group]
-    assert sum(group[0].latent.shape[0] for group in cache.keys for _ in group) == 5 and not all(kept) and any(kept)
-    for group in cache.keys:
-        for keys in group:
-            assert keys.latent.shape[1:] == (2, 24, 14)
+    assert [[keys.latent.shape for keys in group] for group in cache.keys] == [
+        [(1, 2, 24, 14)],
+        [(2, 2, 24, 14), (2, 2, 2, 24, 14)],
+    ]
+    assert [[keys.index is not None for keys in group] for group in cache.keys] == [[True], [True, False]]
 
 
 def test_left_padding_through_the_cache_equals_rows_alone(micro, tokens):

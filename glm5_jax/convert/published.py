@@ -18,7 +18,7 @@ from glm5_jax.convert.safetensors_dir import FP8, SCALE, scale_shape
 from glm5_jax.convert.safetensors_write import Stored
 from glm5_jax.convert.stream import PIECE_BYTES
 from glm5_jax.layers.param import Spec
-from glm5_jax.model import abstract, flat, layer_groups, specs, split
+from glm5_jax.model import abstract, flat, layer_places, specs, split
 
 
 class Piece(NamedTuple):
@@ -48,20 +48,16 @@ def tensor_table(cfg: ModelConfig) -> dict[str, list[Piece]]:
 
 def _published_name(path, spec: Spec, index, prefixes) -> str:
     if path[0] == "groups":
-        return prefixes[path[1], path[3]][index[0]] + spec.hf.format(e=index[-1])
+        return prefixes[path[1], path[3], index[: spec.axes.count("layers")]] + spec.hf.format(e=index[-1])
     if path[0] == "mtp":
         return prefixes["mtp"] + spec.hf.format(e=index[-1] if index else 0)
     return spec.hf
 
 
 def layer_prefixes(cfg: ModelConfig) -> dict:
-    """(group, block) -> per repeat "model.layers.{i}.", and "mtp" -> that of the MTP layer."""
-    prefixes, first = {"mtp": f"model.layers.{cfg.num_hidden_layers}."}, 0
-    for g, (pattern, repeats) in enumerate(layer_groups(cfg.layer_kinds)):
-        for b in range(len(pattern)):
-            prefixes[g, b] = [f"model.layers.{first + r * len(pattern) + b}." for r in range(repeats)]
-        first += len(pattern) * repeats
-    return prefixes
+    """Place of each layer (`layer_places`) -> "model.layers.{i}.", and "mtp" -> that of the MTP layer."""
+    places = layer_places(cfg.layer_kinds)
+    return {place: f"model.layers.{i}." for i, place in enumerate([*places, "mtp"])}
 
 
 def tensor_shape(pieces: list[Piece]) -> tuple[int, ...]:

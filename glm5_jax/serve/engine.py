@@ -143,7 +143,7 @@ class Engine:
         check(not draft_steps or model.mtp is not None, "draft_steps: the model has no MTP layer to guess with")
         self.cfg, self.slots, self.context, self.draft_steps, self.version = cfg, slots, context, draft_steps, version
         self._graphdef = split(abstract(cfg, type(model), scanned=False))[0]
-        self.params = _unstack(split(model)[1])
+        self.params = _unstack(split(model)[1], cfg)
         trunk = empty_cache(cfg, slots, context, scanned=False).keys
         self._keys = Keys(trunk, empty_keys(cfg, (slots, context), True) if draft_steps else None)
         self._jobs: list[_Job | None] = [None] * slots
@@ -203,7 +203,7 @@ class Engine:
           UserError: a version that is not newer than the present one.
         """
         check(version > self.version, f"version={version}: the engine has version {self.version} already")
-        self.params, self.version = _unstack(params), version
+        self.params, self.version = _unstack(params, self.cfg), version
         self._held = [np.zeros(0, np.int32)] * self.slots
         self._used = [0] * self.slots  # nothing of before decides anything now, not even who gets which slot
         self._state.left[:] = 0
@@ -340,7 +340,7 @@ def _idle(slots: int, drafts: int) -> Slots:
 
 # Programs
 
-_unstack = jit(unstack)
+_unstack = jit(unstack, static_argnums=1)
 
 
 @functools.partial(jit, donate_argnums=0)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, traverse_util
 from jax.sharding import Mesh, PartitionSpec
@@ -265,13 +266,15 @@ def move_router_bias(params: dict, load: jax.Array, rate: jax.Array) -> dict:
     params, row = dict(params), 0
     # Whole numbers: a load that is the mean moves nothing, which a rounded mean would not give.
     step = rate * jnp.sign(jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load)
-    for group in sorted({path[1] for path in params if path[0] == "groups"}):
+    for group in sorted({path[1] for path in params if path[0] == "groups" and path[-1] == "router_bias"}):
         paths = sorted(p for p in params if p[:2] == ("groups", group) and p[-1] == "router_bias")
-        repeats = params[paths[0]].shape[0] if paths else 0
-        for i, path in enumerate(paths):
-            rows = step[row + i : row + repeats * len(paths) : len(paths)]
-            params[path] = params[path] + rows
-        row += repeats * len(paths)
+        biases = [params[path] for path in paths]  # [*stack,E] each
+        repeats, experts = biases[0].shape[0], biases[0].shape[-1]
+        counts = [bias.size // repeats // experts for bias in biases]
+        rows = step[row : row + repeats * sum(counts)].reshape(repeats, -1, experts)
+        for path, bias, moves in zip(paths, biases, jnp.split(rows, np.cumsum(counts)[:-1], axis=1)):
+            params[path] = bias + moves.reshape(bias.shape)
+        row += repeats * sum(counts)
     for path in [p for p in params if p[0] == "mtp" and p[-1] == "router_bias"]:
         if row < load.shape[0]:
             params[path] = params[path] + step[row]
