@@ -311,7 +311,8 @@ def test_ticks_are_round(low, high, expected):
 
 def test_numbers_keep_the_digits_that_matter():
     shown = {1.23456: "1.235", 62.5: "62.5", 12345.6: "12,346", -0.5: "-0.500", float("nan"): "nan"}
-    assert all(report._number(x) == text for x, text in shown.items())
+    assert all(report._number("loss", x) == text for x, text in shown.items())
+    assert [report._number("a, % right", x) for x in (0.0, 7.8125, 100.0)] == ["0.0", "7.8", "100.0"]
 
 
 # Measurements

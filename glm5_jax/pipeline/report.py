@@ -106,11 +106,11 @@ def _text(value) -> str:
     return html.escape(str(value))
 
 
-def _number(value: float) -> str:
-    """Four digits, fewer behind the point the larger it is."""
+def _number(name: str, value: float) -> str:
+    """Four digits, fewer behind the point the larger it is; percentages have one behind it."""
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 or "%" in name else f"{value:.3f}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -127,14 +127,14 @@ def _overview(stages, known: list[dict | None], runs: pathlib.Path) -> str:
     if first is None:
         return ""
     names = list(first["before"]["numbers"])
-    rows = [["fresh weights", "", "", *(_number(known[0]["before"]["numbers"][n]) for n in names)]] if known[0] else []
+    rows = [["fresh weights", "", "", *(_number(n, known[0]["before"]["numbers"][n]) for n in names)]] if known[0] else []
     for stage, measured in zip(stages, known):
         if measured is None:
             continue
         values = [
-            f"<td class=moves>{_number(measured['after']['numbers'][n])}</td>"
+            f"<td class=moves>{_number(n, measured['after']['numbers'][n])}</td>"
             if n in stage.moves
-            else _number(measured["after"]["numbers"][n])
+            else _number(n, measured["after"]["numbers"][n])
             for n in names
         ]
         wall, cpu = _times(runs / stage.name)
@@ -170,11 +170,8 @@ def _before_after(stage, measured: dict) -> str:
     rows, (old, new) = [], (measured[when]["numbers"] for when in ("before", "after"))
     for name in old:
         mark = " class=moves" if name in stage.moves else ""
-        values = (
-            _number(old[name]),
-            _number(new[name]),
-            f"{'+' if new[name] >= old[name] else '−'}{_number(abs(new[name] - old[name]))}",
-        )
+        change = ("+" if new[name] >= old[name] else "−") + _number(name, abs(new[name] - old[name]))
+        values = (_number(name, old[name]), _number(name, new[name]), change)
         rows.append([f"<td{mark}>{_text(text)}</td>" for text in (name, *values)])
     return "<h3>Before and after</h3>" + _table(["", "before", "after", "change"], rows)
 
