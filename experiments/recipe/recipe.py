@@ -130,18 +130,18 @@ def fine_tuning(chats: DataConfig) -> TrainConfig:
 
 
 def reasoning(*tasks: str) -> RlConfig:
-    """RL from SFT's model: the same network, 16 questions with 8 answers a step."""
+    """RL from SFT's model: the same network, 32 questions with 8 answers a step. In rows of 40 tokens both tasks have room."""
     return RlConfig(
         model=override(stages.sft().model, index_topk=KEYS),
-        data=RowConfig(tokenizer="bpe:2048", seq_len=64, template="5"),
-        rollout=RolloutConfig(tasks=tasks, prompts=16, group=8, max_new_tokens=40, slots=128, truncated="zero"),
+        data=RowConfig(tokenizer="bpe:2048", seq_len=40, template="5"),
+        rollout=RolloutConfig(tasks=tasks, prompts=32, group=8, max_new_tokens=28, slots=256, truncated="zero"),
         optimizer=OptimizerConfig(name="adamw"),
-        lr=LearningRate("constant", peak=3e-4, warmup_steps=0),
+        lr=LearningRate("constant", peak=2e-4, warmup_steps=0),
         checkpoint=CheckpointConfig(every=10),
-        micro_rows=32,
-        steps=40,
+        micro_rows=64,
+        steps=60,
         eval_every=20,
-        eval_prompts=64,
+        eval_prompts=128,
     )
 
 
@@ -150,9 +150,9 @@ def distillation(runs: pathlib.Path) -> RlConfig:
     both = reasoning(SUM, REVERSE)
     return dataclasses.replace(
         both,
-        rollout=dataclasses.replace(both.rollout, prompts=128, group=1, truncated="score"),
+        rollout=dataclasses.replace(both.rollout, prompts=256, group=1, truncated="score"),
         teachers=(f"{SUM}={runs / 'sft'}", f"{REVERSE}={runs / 'rl'}"),
-        lr=LearningRate("linear", peak=3e-4, final=3e-5, warmup_steps=0),
+        lr=LearningRate("linear", peak=2e-4, final=2e-5, warmup_steps=0),
         steps=30,
     )
 
