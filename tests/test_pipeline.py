@@ -45,7 +45,7 @@ def config(tmp_path_factory) -> TrainConfig:
     config = load_run_config(write_run_config(place / "config.py", write_corpus(place / "corpus")))
     return dataclasses.replace(
         config, model=override(config.model, first_k_dense_replace=1), optimizer=OptimizerConfig("adamw"), steps=6,
-        batch_rows=((0, 2),), checkpoint=CheckpointConfig(every=4, keep_last=3),
+        eval_every=2, batch_rows=((0, 2),), checkpoint=CheckpointConfig(every=4, keep_last=3),
     )  # fmt: skip
 
 
@@ -291,8 +291,12 @@ def test_a_curve_is_drawn_where_its_points_are():
     assert all(0 <= x <= report.WIDTH and 0 <= y <= report.HEIGHT for x, y in points)
     flat_line = report.svg([([(3, 0.0)], "a")], "one point")
     assert "nan" not in flat_line and "inf" not in flat_line
-    lines = [{"step": 1, "ce": float("nan")}, {"step": 2, "bits_per_byte": 1.5}]
-    assert [re.search("<figcaption>([^<]*)", figure)[1] for figure in report._curves(lines)] == ["held-out bits per byte"]
+    lines = [{"step": 1, "ce": float("nan")}, {"step": 2, "ce": 1.0}]
+    lines += [{"step": i, "bits_per_byte": float(i), "held_out_rows": rows} for i, rows in ((1, 4), (2, 4), (3, 0))]
+    (figure,) = report._curves(lines)  # one step is no curve, nor is another part of the text a third point of one
+    assert "<figcaption>held-out bits per byte<" in figure and figure.count("<circle") == 2
+    (figure,) = report._curves([line | {"held_out_rows": 0} for line in lines[2:]])
+    assert figure.count("<circle") == 3
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,12 @@ def pipeline(runs: pathlib.Path) -> Pipeline:
         Stage(
             "dsa_warmup", "DSA warm-up", "Everything is frozen but the indexer, which learns which keys dense attention looks "
             "at. Sparse attention over the keys that it selects comes close to dense attention.", "2.1.1",
-            shorter(stages.dsa_warmup(), steps=60), (SPARSE,),
+            shorter(stages.dsa_warmup(), steps=60, eval_every=15), (SPARSE,),
         ),
         Stage(
             "dsa_sparse", "Sparse adaptation", "Everything trains under sparse attention: the network by the loss of the text, "
-            "the indexer by its KL over the keys that it selected.", "2.1.1", shorter(stages.dsa_sparse(), steps=60), (SPARSE,),
+            "the indexer by its KL over the keys that it selected.", "2.1.1",
+            shorter(stages.dsa_sparse(), steps=60, eval_every=15), (SPARSE,),
         ),
         Stage(
             "sft", "Supervised fine-tuning", "Conversations in the chat template, of two tasks, each thought through and then "
@@ -109,7 +110,7 @@ def shorter(recipe: TrainConfig, **changes) -> TrainConfig:
 def longer() -> TrainConfig:
     """Mid-training, 30 steps at each of three lengths."""
     tokens = 30 * LONG  # of 30 steps, at any length
-    return shorter(stages.midtrain(), steps=90, lengths=((0, 512), (tokens, 1024), (2 * tokens, LONG)))
+    return shorter(stages.midtrain(), steps=90, eval_every=15, lengths=((0, 512), (tokens, 1024), (2 * tokens, LONG)))
 
 
 def rows_of(length: int) -> DataConfig:
@@ -124,6 +125,7 @@ def fine_tuning(chats: DataConfig) -> TrainConfig:
         data=chats,
         lr=LearningRate("cosine", peak=0.006, final=0.0006, warmup_steps=10),
         steps=120,
+        eval_every=20,
         micro_rows=4,
         batch_rows=((0, 4),),
     )

@@ -207,11 +207,13 @@ def _dotted(tree: dict, prefix: str = "") -> dict:
 
 
 def _curves(lines: list[dict]) -> list[str]:
-    """The panels of which a run has a record."""
-    figures = []
+    """The panels of which a run has a record of at least two steps."""
+    figures, partly = [], any(line.get("held_out_rows") for line in lines)
+    # The last evaluation takes all held-out rows, those before it the first few: no curve goes through both.
+    lines = [line for line in lines if not partly or line.get("held_out_rows") != 0]
     for title, names in CURVES.items():
         known = {n: [(x["step"], x[n]) for x in lines if n in x and math.isfinite(x[n])] for n in names}
-        known = {n: points for n, points in known.items() if points}
+        known = {n: points for n, points in known.items() if len(points) > 1}
         if known:
             keys = "".join(
                 f'<span class=key style="background:var(--{names[n][1]})"></span>{names[n][0]}' for n in known if names[n][0]
