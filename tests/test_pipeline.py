@@ -264,6 +264,8 @@ def test_the_report_holds_every_number_and_needs_nothing_else(done):
             size = measured(done, name)[when]["numbers"][SIZE]
             assert page.count(f"{size:,.0f}" if size >= 1000 else f"{size:.1f}") >= 2
             assert f"weights of {size:.4f} &lt;script&gt;" in page
+    weights_of_both = sum(np.size(leaf) for leaf in weights(done / "first", 6).values()) / 1e6
+    assert page.count(f"{weights_of_both:.2f}M parameters") == 2
     assert "Two &lt;stages&gt;" in page and "about &lt;it&gt;" in page and "size, &lt;of&gt; all &amp; weights" in page
     assert page.count('aria-label="held-out bits per byte, by step"') == 2
     assert "prefers-color-scheme: dark" in page

@@ -11,9 +11,13 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+import jax
+
 from glm5_jax.config import check
 from glm5_jax.errors import UserError
+from glm5_jax.model import abstract, split
 from glm5_jax.train.metrics import read as metrics_of
+from glm5_jax.train.run_dir import network_class
 
 # Panels: title -> {name in metrics.jsonl: (words in the legend, colour)}; those without a record are left out.
 CURVES = {
@@ -54,6 +58,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
 thead th { color: var(--dim); font-weight: 600; vertical-align: bottom; }
+.overview td:first-child { white-space: nowrap; }
 .moves { background: var(--mark); font-weight: 600; }
 .curves { display: flex; flex-wrap: wrap; gap: 1rem; }
 figure { margin: 0; flex: 0 1 22.5rem; }
@@ -139,24 +144,28 @@ def _overview(stages, known: list[dict | None], runs: pathlib.Path) -> str:
         ]
         wall, cpu = _times(runs / stage.name)
         rows.append([f'<a href="#{stage.name}">{_text(stage.title)}</a>', wall, cpu, *values])
-    note = "<p class=dim>Measured in the same way after every stage; marked: what the stage is to move.</p>"
-    return note + _table(["after", "wall time", "CPU time", *map(_text, names)], rows)
+    note = "<p class=dim>Measured in the same way after every stage; marked: what the stage is to move. Times in minutes.</p>"
+    table = _table(["after", "wall time", "CPU time", *map(_text, names)], rows)
+    return f"{note}<div class=overview>{table}</div>"
 
 
 def _times(run_dir: pathlib.Path) -> tuple[str, str]:
-    """Wall and CPU time of a stage's training as minutes and seconds."""
+    """Wall and CPU time of a stage as minutes and seconds, empty where none is known."""
     path = run_dir / "times.json"
     times = json.loads(path.read_text()) if path.exists() else {}
-    return tuple(f"{times[n] // 60:.0f}:{times[n] % 60:02.0f}" if n in times else "" for n in ("wall_seconds", "cpu_seconds"))
+    return tuple("{}:{:02}".format(*divmod(round(times[n]), 60)) if n in times else "" for n in ("wall_seconds", "cpu_seconds"))
 
 
 def _stage(number: int, stage, before, measured: dict | None, run_dir: pathlib.Path) -> str:
     """The section of one stage. before: the config of the stage before it."""
     wall, cpu = _times(run_dir)
+    model = split(abstract(stage.config.model, network_class(stage.config)))[1]
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model)) / 1e6
     took = f"; took {wall} minutes, {cpu} of CPU time" if wall else ""
     parts = [
         f'<h2 id="{stage.name}">{number}. {_text(stage.title)}</h2>',
-        f"<p class=dim>Paper, section {_text(stage.section)}; run {_text(run_dir)}{took}</p><p>{_text(stage.about)}</p>",
+        f"<p class=dim>Paper, section {_text(stage.section)}; run {_text(run_dir)}; {size:,.2f}M parameters{took}</p>",
+        f"<p>{_text(stage.about)}</p>",
     ]
     if (run_dir / "metrics.jsonl").exists():
         parts.append(f"<div class=curves>{''.join(_curves(metrics_of(run_dir)))}</div>")
@@ -192,9 +201,9 @@ def _settings(config, before) -> str:
     new = _dotted(dataclasses.asdict(config))
     lines = []
     for name in SETTINGS:
-        if name in new and new[name] not in ("", ()):
-            changed = " class=changed" if before and new[name] != old.get(name) else ""
-            value = ", ".join(map(str, new[name])) if isinstance(new[name], tuple) else new[name]
+        changed = " class=changed" if before and new.get(name) != old.get(name, ()) else ""
+        if name in new and (changed or new[name] not in ("", ())):
+            value = ", ".join(map(str, new[name])) or "none" if isinstance(new[name], tuple) else new[name]
             lines.append(f"<div{changed}><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>")
     return f"<dl class=settings>{''.join(lines)}</dl>"
 

@@ -30,7 +30,7 @@ from glm5_jax.train.session import only_one, start_over
 from glm5_jax.train.stages import InitConfig, TrainConfig
 
 MEASURED = "measured.json"  # {"step", "before", "after"}: of the model before the stage and at its last step
-TIMES = "times.json"  # {"starts", "wall_seconds", "cpu_seconds"} of the stage's training, all starts together
+TIMES = "times.json"  # {"starts", "wall_seconds", "cpu_seconds"} of the stage, measuring included, all starts together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +95,11 @@ def run_stages(pipeline: Pipeline, runs: pathlib.Path, resume: bool = True, say:
                 continue
             _check_first(stage, stages[i + 1 :], runs)
             try:
-                _train(stage, runs / stage.name)
-                say("measuring")
-                before = read(runs / stages[i - 1].name / MEASURED)["after"] if i else None
-                _measure(pipeline.measure, stage, runs / stage.name, before)
+                with _timed(runs / stage.name):
+                    _train(stage, runs / stage.name)
+                    say("measuring")
+                    before = read(runs / stages[i - 1].name / MEASURED)["after"] if i else None
+                    _measure(pipeline.measure, stage, runs / stage.name, before)
             finally:
                 write_report(pipeline.title, stages, runs)
             say(_moved(stage, read(runs / stage.name / MEASURED)))
@@ -144,8 +145,7 @@ def _train(stage: Stage, run_dir: pathlib.Path) -> None:
     loop = train
     if isinstance(stage.config, RlConfig):
         loop = distill if stage.config.teachers else reinforce
-    with _timed(run_dir):
-        loop(stage.config, run_dir)
+    loop(stage.config, run_dir)
 
 
 @contextlib.contextmanager
