@@ -20,19 +20,21 @@ import numpy as np
 import optax
 import pytest
 import rich.console
+from flax import nnx, traverse_util
 
 import glm5_jax
 import helpers_rewards
 from glm5_jax import cli
 from glm5_jax.convert.tokenizer import load_tokenizer
 from glm5_jax.errors import UserError
-from glm5_jax.model import flat, merge, specs, split
+from glm5_jax.model import abstract, flat, merge, specs, split
 from glm5_jax.rl import loop
 from glm5_jax.rl.config import RolloutConfig, RowConfig
 from glm5_jax.rl.inspect import InspectOptions, show_samples
 from glm5_jax.rl.loop import reinforce
 from glm5_jax.rl.objectives import IcePop
 from glm5_jax.rl.policy import policy_loss
+from glm5_jax.rl.positions import PlacedGlm5
 from glm5_jax.rl.rewards import Score, Scorer
 from glm5_jax.rl.rollout import Rollouts, Sample, assemble, encode, summary
 from glm5_jax.rl.tasks import Prompt, is_held_out, mixture
@@ -44,7 +46,7 @@ from glm5_jax.train.run_dir import fresh_model
 from glm5_jax.train.session import Stopped
 from glm5_jax.train.stages import InitConfig, TrainConfig
 from glm5_jax.train.step import LossConfig, Rates, TrainState, make_step
-from helpers_train import compile_cache, lively_model, log_softmax
+from helpers_train import compile_cache, lively_model, log_softmax, step_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROWS, LENGTH, TEMPERATURE = 8, 10, 0.7  # of a step of the run below
@@ -869,3 +871,22 @@ def test_every_metric_is_in_the_one_table_of_the_docs(steady):
     made |= {"reward/reverse:2"}
     pattern = lambda name: re.sub(r"^acceptance_\d$", "acceptance_N", re.sub("^scores_.*", "scores_KIND", name))  # noqa: E731
     assert {re.sub("/reverse:[23]$", "/TASK", pattern(name)) for name in made} - {"step"} == set(named)
+
+
+# The network of the recipe `reverse`
+
+
+def test_a_placed_network_knows_positions_and_is_glm5_without_its_map():
+    """RoPE alone cannot tell a row from the same row further along; the map of positions can, and at 0 it is not there."""
+    cfg = step_config(rope_theta=10.0)
+    graphdef, params = split(PlacedGlm5(cfg, nnx.Rngs(0)))
+    tokens, positions = np.arange(9)[None], np.arange(9)[None]
+    run = jax.jit(lambda params, positions: merge(graphdef, params).trunk(tokens, positions)[0])
+    here, there = run(params, positions), run(params, positions + 7)
+    assert np.abs(here - there).max() > 1e-2
+    blind = {path: leaf * (path[-1] != "place") for path, leaf in flat(params).items()}
+    without = run(traverse_util.unflatten_dict(blind), positions)
+    np.testing.assert_allclose(run(traverse_util.unflatten_dict(blind), positions + 7), without, rtol=0, atol=1e-5)
+    plain = traverse_util.unflatten_dict({path: leaf for path, leaf in flat(params).items() if path[-1] != "place"})
+    same = merge(split(abstract(cfg))[0], plain).trunk(tokens, positions)[0]
+    np.testing.assert_allclose(without, same, rtol=0, atol=1e-5)
