@@ -6,10 +6,16 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the suite's figures are float32 on CPU; kernels are compiled, not run, for TPUs
 # Almost all programs of the suite run once: compiling them takes the time. A third of it with these.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Runs that go on where others stopped, and files with the same network, compile the same programs: once is enough.
+if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="glm5_jax_compiled_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 if importlib.metadata.version("jax").startswith("0.10."):  # later versions have no such switch
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 
