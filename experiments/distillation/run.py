@@ -1,6 +1,6 @@
 """Forgetting and recovery: skill A, then RL on skill B, then distillation from the checkpoints of both (paper section 3.5).
 
-    python experiments/distillation/run.py [--seeds 0 1 2] [--quick] [--out DIR] [--runs DIR]
+    python experiments/distillation/run.py [--seeds 3 4 5] [--quick] [--out DIR] [--runs DIR]
 
 README.md beside this file is the protocol. All runs lie under --runs and are resumed by the same command; a finished seed lies
 in DIR/seed_N.json and is not run again. The table and the plot are made from all seeds asked for.
@@ -56,9 +56,12 @@ class Protocol:
     steps_a: int = 400  # supervised, batches of 256 questions with their answers
     lr_a: float = 1e-3  # cosine to a tenth
     right_b: float = 0.5  # share of the digits of B's answers that are right in the supervised stage
-    steps_b: int = 80  # RL, 32 prompts x 8 answers
+    steps_b: int = 120  # RL, 32 prompts x 8 answers; at most, see `until_a_has_dropped`
+    block_b: int = 10  # steps between two looks at both skills
+    dropped: float = 0.5  # RL on B ends when fewer sampled answers to A than this are right, and more to B than `learnt`
+    learnt: float = 0.95
     lr_b: float = 3e-4
-    steps_distill: int = 40  # 512 prompts x 1 answer
+    steps_distill: int = 100  # 512 prompts x 1 answer
     lr_distill: float = 3e-4  # cosine to a tenth
     eval_prompts: int = 1000  # of each task, held out, the same for all seeds and stages
 
@@ -85,7 +88,7 @@ class Protocol:
             seed=seed,
         )
 
-    def reinforce_b(self, seed: int, start: pathlib.Path) -> RlConfig:
+    def reinforce_b(self, seed: int, start: pathlib.Path, steps: int) -> RlConfig:
         """RL from the run `start` on skill B alone."""
         return RlConfig(
             model=self.model(),
@@ -97,7 +100,7 @@ class Protocol:
             checkpoint=CheckpointConfig(every=25),
             init=InitConfig(run=str(start)),
             micro_rows=256,
-            steps=self.steps_b,
+            steps=steps,
             seed=seed,
             eval_every=20,
             eval_prompts=128,
@@ -106,11 +109,10 @@ class Protocol:
     def distill(self, seed: int, a: pathlib.Path, b: pathlib.Path) -> RlConfig:
         """From `b` on both skills, half of the prompts each, judged by `a` and `b`."""
         return dataclasses.replace(
-            self.reinforce_b(seed, b),
+            self.reinforce_b(seed, b, self.steps_distill),
             rollout=RolloutConfig(tasks=(A, B), prompts=512, group=1, max_new_tokens=5, slots=256),
             teachers=(f"{A}={a}", f"{B}={b}"),
             lr=LearningRate("cosine", peak=self.lr_distill, final=self.lr_distill / 10, warmup_steps=5),
-            steps=self.steps_distill,
         )
 
     def control(self, seed: int, b: pathlib.Path) -> RlConfig:
@@ -119,7 +121,7 @@ class Protocol:
         return dataclasses.replace(both, teachers=(), rollout=dataclasses.replace(both.rollout, prompts=64, group=8))
 
 
-QUICK = Protocol(steps_a=2, steps_b=1, steps_distill=1, eval_prompts=16)
+QUICK = Protocol(steps_a=2, steps_b=2, block_b=1, steps_distill=1, eval_prompts=16)
 
 
 def write_corpus(folder: pathlib.Path, share: float) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ def write_corpus(folder: pathlib.Path, share: float) -> tuple[str, ...]:
 
 def accuracy(p: Protocol, run: pathlib.Path) -> dict:
     """{task: {"greedy", "sampled": {"right": share of held-out questions answered, "places": share of places right}}}."""
-    config, engine, result = p.reinforce_b(0, run), Engine(glm5.load(run), 256, 10), {}
+    config, engine, result = p.reinforce_b(0, run, 1), Engine(glm5.load(run), 256, 10), {}
     for task in (A, B):
         prompts = mixture((task,), seed=0)
         with Scorer(prompts.tasks) as scorer:
@@ -152,12 +154,24 @@ def accuracy(p: Protocol, run: pathlib.Path) -> dict:
     return result
 
 
+def until_a_has_dropped(p: Protocol, seed: int, start: pathlib.Path, run: pathlib.Path) -> None:
+    """RL on B in blocks of steps, until held-out questions say that A has dropped and B is learnt."""
+    for steps in range(p.block_b, p.steps_b + 1, p.block_b):
+        if (run / "checkpoints" / str(steps + p.block_b)).exists():
+            continue  # an earlier call has been beyond
+        reinforce(p.reinforce_b(seed, start, steps), run)
+        right = {task: of_task["sampled"]["right"] for task, of_task in accuracy(p, run).items()}
+        print(f"step {steps}: {right}")
+        if right[A] < p.dropped and right[B] > p.learnt:
+            return
+
+
 def run_seed(p: Protocol, seed: int, runs: pathlib.Path) -> dict:
     """All stages of a seed, as far as they are not there yet, and what is measured after each."""
     folders = {stage: runs / f"seed_{seed}" / stage for stage in STAGES}
     sources = write_corpus(runs, p.right_b)
     train(p.learn_a(seed, sources), folders["a"])
-    reinforce(p.reinforce_b(seed, folders["a"]), folders["b"])
+    until_a_has_dropped(p, seed, folders["a"], folders["b"])
     distill(p.distill(seed, folders["a"], folders["b"]), folders["distilled"])
     reinforce(p.control(seed, folders["b"]), folders["control"])
     kept = ("step", "teacher_k1", f"teacher_k1/{A}", f"teacher_k1/{B}", f"reward/{A}", f"reward/{B}", "reward", "entropy")
@@ -221,7 +235,7 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
 def main() -> None:
     """Runs the seeds that are not done yet, then writes the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4, 5])
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="where results go")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/distillation"), help="where the runs lie")

@@ -31,7 +31,7 @@ CURVES = ("step", "reward", "entropy", "rollout_k3", "popped", "max_abs_log_rati
 class Protocol:
     """What every run of the experiment has in common."""
 
-    steps: int = 90
+    steps: int = 60
     noise: float = 0.1  # of a weight of the engine, as a share of the weight's own size; drawn anew at every update
     last: int = 10  # steps at the end whose mean is reported
 
