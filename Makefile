@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run pipeline test smoke lint clean
+.PHONY: run pipeline test test-all smoke lint clean
 
 run: $(VENV)/installed
 	$(BIN)/glm5 train tiny
@@ -13,6 +13,10 @@ pipeline: $(VENV)/installed
 	$(BIN)/glm5 run experiments/recipe
 
 test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" tests/sharded
+
+test-all: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile tests/sharded
 

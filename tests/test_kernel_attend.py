@@ -137,6 +137,7 @@ def test_attention_alone_equals_dense_attention_where_all_keys_are_selected():
     np.testing.assert_allclose(d_latent, np.einsum("btns,btnr->bsr", d_scores, q) + d_value, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_at_moderate_widths():
     """Rows of several lines; the float64 reference sees the same rounded inputs."""
     sizes = dict(t=16, s=150, n=8, r=128, p=16, i=4, j=32)

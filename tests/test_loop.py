@@ -120,7 +120,7 @@ def stop_at(monkeypatch, step: int, number=signal.SIGTERM):
 
 @pytest.mark.e2e
 def test_killed_and_stopped_at_every_kind_of_moment_the_losses_are_those_of_an_undisturbed_run(place):
-    """One run directory, eight processes, the real command line."""
+    """One run directory, six processes, the real command line."""
     run, steady = place / "killed", place / "steady"
     arguments = ("train", "mine.py", "--run-dir")
     whole = command(place, "-m", "glm5_jax", *arguments, steady)
@@ -132,25 +132,20 @@ def test_killed_and_stopped_at_every_kind_of_moment_the_losses_are_those_of_an_u
 
     assert go("SIGKILL:2").returncode == -signal.SIGKILL  # before the first checkpoint
     assert on_disk(run) == set()
-    stopped = go("SIGTERM:2")  # saves the step in hand
-    assert stopped.returncode == 0 and "stopped; saved" in stopped.stdout, stopped.stderr
+    stopped = go("SIGINT:2")  # saves the step in hand
+    assert stopped.returncode == 130 and "stopped; saved" in stopped.stdout, stopped.stderr
     assert on_disk(run) == {"3"} and recorded(run)[-1][0] == 3
     assert go("SIGKILL:6").returncode == -signal.SIGKILL  # between two checkpoints, in the larger batches
     assert on_disk(run) == {"3", "4"} and recorded(run)[-1][0] > 4
     assert go("saving:8").returncode == -signal.SIGKILL
     assert on_disk(run) == {"3", "4", "8.saving"}
-    stopped = go("SIGINT:9")
-    assert stopped.returncode == 130 and "stopped; saved" in stopped.stdout, stopped.stderr
-    assert on_disk(run) == {"8", "10"}
     assert go("end:0").returncode == -signal.SIGKILL  # after the last save, before the last evaluation
-    assert on_disk(run) == {"10", "12"}
+    assert on_disk(run) == {"8", "12"}
     last = go("none:0")
     assert last.returncode == 0, last.stderr
     assert [step for step, _ in recorded(run)] == STEPS
     assert recorded(run) == recorded(steady)
     assert recorded(run, "bits_per_byte") == recorded(steady, "bits_per_byte")
-    again = go("none:0")
-    assert again.returncode == 0 and "already done, 12 steps" in again.stdout
 
 
 @pytest.mark.parametrize("step, number", [(0, signal.SIGTERM), (7, signal.SIGINT)])

@@ -104,7 +104,7 @@ def gradients(micro, tokens):
 SHARE = {"num_hidden_layers": 7, "indexer_types": ("full", "full", "shared", "shared") + ("full", "shared", "shared")}
 
 
-@pytest.mark.parametrize("remat", ["block", "offload"])
+@pytest.mark.parametrize("remat", ["block", pytest.param("offload", marks=pytest.mark.slow)])
 def test_remat_gives_the_same_gradients_under_index_share(gradients, remat):
     plain, recomputed = gradients(**SHARE), gradients(**SHARE, remat=remat)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):

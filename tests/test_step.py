@@ -337,7 +337,7 @@ def test_recomputation_neither_selects_again_nor_counts_again(sparse):
 
 
 @pytest.mark.parametrize("stage", [("dense", 0.0), ("dense", 1.0), ("sparse", 1.0)])
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_no_buffer_of_a_step_grows_with_the_square_of_the_length_or_with_the_vocabulary(remat, stage, monkeypatch):
     monkeypatch.setattr(xla, "_KEY_BLOCK", 64)  # several blocks of keys, as in a long row
     b, t, w = 2, 256, 1024

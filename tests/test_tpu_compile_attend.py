@@ -20,7 +20,7 @@ def struct(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", [*(pytest.param(t, marks=pytest.mark.slow) for t in TOPOLOGIES[:-1]), TOPOLOGIES[-1]])
 def test_both_kernels_at_the_widths_of_glm5(topology):
     """Without the sorts that make the lists, which take longer to compile than the kernels."""
     index = Index(struct(bf16, 1, T, I, J), struct(bf16, 1, S, J), struct(f32, 1, T, I))
@@ -54,7 +54,7 @@ def compile_whole(topology, dtype, t, s, n, r, p, k, i, j):
     return compile_for(jax.grad(loss, range(6), has_aux=True), *arrays, topology=topology)
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", pytest.param("tpu7x:2x2x1", marks=pytest.mark.slow)])
 def test_the_whole_with_its_lists(topology):
     """K is small: the sorts of 8 K entries are what takes long to compile."""
     t = 4096

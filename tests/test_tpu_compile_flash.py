@@ -41,12 +41,16 @@ def test_both_kernels_at_the_widths_of_glm5(topology, t, s, seen):
     assert max(i.bytes for i in found if not i.flops) <= 2 * 2 * N * s * (H + V)  # keys and values, read and written
 
 
-@pytest.mark.parametrize("topology, t, dtype", [("v5p:2x2x1", 16_384, jnp.bfloat16), ("tpu7x:2x2x1", 8192, jnp.float32)])
+@pytest.mark.parametrize("topology, t, dtype", [
+    ("v5p:2x2x1", 16_384, jnp.bfloat16), pytest.param("tpu7x:2x2x1", 8192, jnp.float32, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_longest_rows_fit_into_vmem(topology, t, dtype):
     assert compiled(topology, t, t, dtype=dtype).as_text().count("tpu_custom_call") == 2
 
 
-@pytest.mark.parametrize("t, s, block", [(202, 404, 512), (700, 700, 100)], ids=["odd pieces", "odd blocks"])
+@pytest.mark.parametrize("t, s, block", [
+    pytest.param(202, 404, 512, id="odd pieces"), pytest.param(700, 700, 100, id="odd blocks", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_odd_lengths_and_blocks_are_filled_up(t, s, block):
     assert compiled(TOPOLOGIES[0], t, s, block=block).as_text().count("tpu_custom_call") == 2
 
