@@ -32,7 +32,7 @@ class Protocol:
     """What every run of the experiment has in common."""
 
     steps: int = 60
-    noise: float = 0.1  # of a weight of the engine, as a share of the weight's own size; drawn anew at every update
+    noise: float = 0.6  # of a weight of the engine, as a share of the weight's own size; drawn anew at every update
     last: int = 10  # steps at the end whose mean is reported
 
     def config(self, objective: str, seed: int) -> RlConfig:
