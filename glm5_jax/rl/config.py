@@ -109,7 +109,7 @@ class RlConfig:
 
 
 def reverse() -> RlConfig:
-    """A minute or two on a laptop: four digits to be turned round, a 1.1M-parameter network from random weights.
+    """A minute or two on a laptop: four digits to be turned round, a 1.2M-parameter network from random weights.
 
     Layers, experts, indexer and Muon Split are GLM-5's; what is not is `PlacedGlm5`: the network is told its positions. K lies
     below the length of a row, so that the (random, frozen) indexer decides what is seen. Embedding and head, which AdamW
