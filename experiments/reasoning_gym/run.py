@@ -62,8 +62,13 @@ class Protocol:
         return TrainConfig(
             model=self.model(),
             data=DataConfig(
-                sources=(source,), kind="chat", chat=ChatConfig(version=TEMPLATE), tokenizer=TOKENIZER, seq_len=ROW,
-                packing="best_fit", seed=seed,
+                sources=(source,),
+                kind="chat",
+                chat=ChatConfig(version=TEMPLATE),
+                tokenizer=TOKENIZER,
+                seq_len=ROW,
+                packing="best_fit",
+                seed=seed,
             ),  # fmt: skip
             lr=LearningRate("cosine", peak=self.lr_warm, final=self.lr_warm / 10, warmup_steps=20),
             loss=LossConfig(mtp_steps=0, balance_weight=0.0, index_weight=1.0),
