@@ -15,10 +15,15 @@ import time
 
 import numpy as np
 
+import glm5_jax as glm5
 from glm5_jax.config import ModelConfig, tiny
+from glm5_jax.convert.tokenizer import load_tokenizer
 from glm5_jax.rl.config import RlConfig, RolloutConfig, RowConfig
 from glm5_jax.rl.loop import reinforce
-from glm5_jax.rl.tasks import task
+from glm5_jax.rl.rewards import Scorer
+from glm5_jax.rl.rollout import Rollouts, evaluate
+from glm5_jax.rl.tasks import mixture, task
+from glm5_jax.serve.engine import Engine
 from glm5_jax.train.checkpoint import CheckpointConfig
 from glm5_jax.train.conversations import ChatConfig
 from glm5_jax.train.data import DataConfig
@@ -43,8 +48,12 @@ class Protocol:
     width: int = 192  # D
     layers: int = 2
     words: int = 2000  # conversations of the warm start
-    steps_warm: int = 90  # of 64 rows, a conversation each
-    lr_warm: float = 0.01  # cosine to a tenth
+    steps_warm: int = 300  # of 64 rows, a conversation each; at most, see `until_it_answers`
+    shortest_warm: int = 60  # steps before the first look
+    block_warm: int = 10  # steps between two looks
+    looked: int = 200  # held-out questions of a look
+    answered: float = 0.1  # the warm start ends when more sampled answers than this are right
+    lr_warm: float = 0.005  # constant, after 20 steps of warm-up
     steps_rl: int = 120  # 32 questions x 8 answers
     lr_rl: float = 3e-4  # constant
     eval_prompts: int = 500  # held out, the same for all seeds
@@ -57,7 +66,7 @@ class Protocol:
             index_topk=self.k, max_position_embeddings=128, attention="sparse",
         )  # fmt: skip
 
-    def warm_start(self, seed: int, source: str) -> TrainConfig:
+    def warm_start(self, seed: int, source: str, steps: int) -> TrainConfig:
         """Supervised, from random weights: network and indexer together."""
         return TrainConfig(
             model=self.model(),
@@ -70,12 +79,12 @@ class Protocol:
                 packing="best_fit",
                 seed=seed,
             ),  # fmt: skip
-            lr=LearningRate("cosine", peak=self.lr_warm, final=self.lr_warm / 10, warmup_steps=20),
+            lr=LearningRate("constant", peak=self.lr_warm, warmup_steps=20),
             loss=LossConfig(mtp_steps=0, balance_weight=0.0, index_weight=1.0),
             bias_rate=((0, 0.0),),
             batch_rows=((0, 64),),
             micro_rows=64,
-            steps=self.steps_warm,
+            steps=steps,
             freeze=(),
             seed=seed,
         )
@@ -98,7 +107,7 @@ class Protocol:
         )
 
 
-QUICK = Protocol(steps_warm=2, steps_rl=2, eval_prompts=8)
+QUICK = Protocol(steps_warm=2, shortest_warm=1, block_warm=1, looked=8, steps_rl=2, eval_prompts=8)
 
 
 def write_conversations(p: Protocol, path: pathlib.Path) -> str:
@@ -113,11 +122,32 @@ def write_conversations(p: Protocol, path: pathlib.Path) -> str:
     return str(path)
 
 
+def right(p: Protocol, run: pathlib.Path) -> float:
+    """Share of sampled answers to `looked` held-out questions that are right."""
+    config, prompts = p.reinforce(0, run), mixture((TASK,), seed=0)
+    with Scorer(prompts.tasks) as scorer:
+        rollouts = Rollouts(config, load_tokenizer(TOKENIZER), Engine(glm5.load(run), 256, ROW), scorer, prompts)
+        return evaluate(rollouts, p.looked)["eval_sampled_exact"]
+
+
+def until_it_answers(p: Protocol, seed: int, source: str, run: pathlib.Path) -> int:
+    """Warm start in blocks of steps, until some held-out questions are answered; the number of steps."""
+    for steps in range(p.shortest_warm, p.steps_warm + 1, p.block_warm):
+        if (run / "checkpoints" / str(steps + p.block_warm)).exists():
+            continue  # an earlier call has been beyond
+        train(p.warm_start(seed, source, steps), run)
+        share = right(p, run)
+        print(f"step {steps}: {share:.1%} of {p.looked} held-out questions answered right")
+        if share > p.answered:
+            break
+    return steps
+
+
 def run_seed(p: Protocol, seed: int, runs: pathlib.Path) -> dict:
     """Both stages of a seed, as far as they are not there yet, and what RL's run has measured, before its first update too."""
     warm, rl = runs / f"seed_{seed}" / "warm", runs / f"seed_{seed}" / "rl"
     began = time.perf_counter()
-    train(p.warm_start(seed, write_conversations(p, runs / "conversations.jsonl")), warm)
+    steps = until_it_answers(p, seed, write_conversations(p, runs / "conversations.jsonl"), warm)
     warmed = time.perf_counter()
     reinforce(p.reinforce(seed, warm), rl)
     lines = metrics_of(rl)
@@ -128,7 +158,7 @@ def run_seed(p: Protocol, seed: int, runs: pathlib.Path) -> dict:
     ]
     rewards = [round(line["reward"], 4) for line in lines if "reward" in line]
     seconds = {"warm start": warmed - began, "RL": time.perf_counter() - warmed}
-    return {"seed": seed, "evaluations": evaluations, "rewards": rewards, "seconds": seconds}
+    return {"seed": seed, "steps_warm": steps, "evaluations": evaluations, "rewards": rewards, "seconds": seconds}
 
 
 def summary(p: Protocol, results: list[dict]) -> str:
@@ -137,13 +167,14 @@ def summary(p: Protocol, results: list[dict]) -> str:
     lines = [
         f"Percent of {p.eval_prompts} held-out questions answered right, greedily / at temperature 1, after updates of RL:",
         "",
-        f"| seed | {' | '.join(f'{n}' for n in steps)} | points won, sampled | seconds: warm start, RL |",
-        "|---" * (len(steps) + 3) + "|",
+        f"| seed | {' | '.join(f'{n}' for n in steps)} | points won, sampled | steps of warm start | seconds: warm start, RL |",
+        "|---" * (len(steps) + 4) + "|",
     ]
     for r in results:
         cells = " | ".join(f"{100 * line['greedy']:.1f} / {100 * line['sampled']:.1f}" for line in r["evaluations"])
         won = 100 * (r["evaluations"][-1]["sampled"] - r["evaluations"][0]["sampled"])
-        lines.append(f"| {r['seed']} | {cells} | {won:+.1f} | {r['seconds']['warm start']:.0f}, {r['seconds']['RL']:.0f} |")
+        seconds = ", ".join(f"{r['seconds'][stage]:.0f}" for stage in ("warm start", "RL"))
+        lines.append(f"| {r['seed']} | {cells} | {won:+.1f} | {r['steps_warm']} | {seconds} |")
     return "\n".join(lines) + "\n"
 
 
