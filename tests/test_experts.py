@@ -132,7 +132,7 @@ def test_float64_and_finite_differences(name):
             assert grad[entry] == pytest.approx((sums[0] - sums[1]) / 2e-6, rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("block", [32, 256])
+@pytest.mark.parametrize("block", [1, 4, 32, 256])
 def test_block_size_does_not_change_the_result(block):
     args = float32(make(75, 2, 8, routing="skewed"))
     for got, want in zip(jax.tree.leaves(program(block)(*args)), jax.tree.leaves(program("reference")(*args))):
@@ -231,7 +231,18 @@ def test_bad_arguments_are_refused():
 
 
 def test_block_rows():
-    sizes = {(1, 8): 16, (1024, 8): 128, (1023, 8): 64, (4096, 16): 256, (32768, 8): 256}
+    sizes = {
+        (1, 8): 1,
+        (8, 8): 2,
+        (31, 8): 4,
+        (32, 8): 8,
+        (64, 8): 16,
+        (128, 8): 16,
+        (1024, 8): 128,
+        (1023, 8): 64,
+        (4096, 16): 256,
+        (32768, 8): 256,
+    }
     assert {arguments: module.block_rows(*arguments) for arguments in sizes} == sizes
 
 
