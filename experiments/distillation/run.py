@@ -156,9 +156,10 @@ def accuracy(p: Protocol, run: pathlib.Path) -> dict:
 
 def until_a_has_dropped(p: Protocol, seed: int, start: pathlib.Path, run: pathlib.Path) -> None:
     """RL on B in blocks of steps, until held-out questions say that A has dropped and B is learnt."""
+    reached = max((int(path.name) for path in run.glob("checkpoints/[0-9]*")), default=0)  # by an earlier call
     for steps in range(p.block_b, p.steps_b + 1, p.block_b):
-        if (run / "checkpoints" / str(steps + p.block_b)).exists():
-            continue  # an earlier call has been beyond
+        if steps < reached:
+            continue
         reinforce(p.reinforce_b(seed, start, steps), run)
         right = {task: of_task["sampled"]["right"] for task, of_task in accuracy(p, run).items()}
         print(f"step {steps}: {right}")

@@ -1,6 +1,6 @@
 """A reasoning-gym task with a binary reward: a short supervised warm start, then GRPO with IcePop (paper sections 3.1, 3.2).
 
-    pip install -e '.[rl]'
+    pip install -e '.[rl,plot]'
     python experiments/reasoning_gym/run.py [--seeds 0 1 2] [--quick] [--out DIR] [--runs DIR]
 
 README.md beside this file is the protocol. All runs lie under --runs and are resumed by the same command; a finished seed lies
@@ -78,7 +78,7 @@ class Protocol:
                 seq_len=ROW,
                 packing="best_fit",
                 seed=seed,
-            ),  # fmt: skip
+            ),
             lr=LearningRate("constant", peak=self.lr_warm, warmup_steps=20),
             loss=LossConfig(mtp_steps=0, balance_weight=0.0, index_weight=1.0),
             bias_rate=((0, 0.0),),
@@ -132,9 +132,10 @@ def right(p: Protocol, run: pathlib.Path) -> float:
 
 def until_it_answers(p: Protocol, seed: int, source: str, run: pathlib.Path) -> int:
     """Warm start in blocks of steps, until some held-out questions are answered; the number of steps."""
+    reached = max((int(path.name) for path in run.glob("checkpoints/[0-9]*")), default=0)  # by an earlier call
     for steps in range(p.shortest_warm, p.steps_warm + 1, p.block_warm):
-        if (run / "checkpoints" / str(steps + p.block_warm)).exists():
-            continue  # an earlier call has been beyond
+        if steps < reached:
+            continue
         train(p.warm_start(seed, source, steps), run)
         share = right(p, run)
         print(f"step {steps}: {share:.1%} of {p.looked} held-out questions answered right")

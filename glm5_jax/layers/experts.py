@@ -238,7 +238,7 @@ def _gate_up(gate, up, expert):
 
 
 def _pre_activations(rows, gate, up, expert, dtype):
-    """[S, 2F]. Of few rows two products cost less than another copy of the matrices (measured: by a quarter, up to 32 rows)."""
+    """[S, 2F]. Of few rows two products cost less than another copy of the matrices."""
     dot = functools.partial(jnp.dot, preferred_element_type=dtype)
     if rows.shape[0] > 32:
         return dot(rows, _gate_up(gate, up, expert))
