@@ -23,8 +23,8 @@ from glm5_jax.train import stages
 class QueryNormMla(Mla):
     """MLA whose queries pass through an RMSNorm of width C + P per head."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, stack=(), indexer: bool = True, part="trunk"):
-        super().__init__(cfg, rngs, stack, indexer, part)
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, stack=(), indexers: tuple | None = (), part="trunk"):
+        super().__init__(cfg, rngs, stack, indexers, part)
         self.head_norm = declare(rngs, stack, (cfg.qk_head_dim,), ("head_dim",), "norm", part=part)
 
     def queries(self, cq, ctx):

@@ -1,10 +1,11 @@
 """The whole GLM-5 network: embed -> scanned decoder layers -> norm -> head, and the MTP layer (paper section 2.1).
 
-Layers that repeat are stacked and scanned in the smallest repeating group (GLM-5: one layer; GLM-5.2: F S S S, of which S S S
-is a loop of its own), so compile time does not grow with depth.
+Neighbouring layers with the same FFN are stacked and scanned, whether they own an indexer or not, so compile time does not
+grow with depth: GLM-5 and GLM-5.2 are two loops, dense layers and MoE layers.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -60,7 +61,7 @@ class Cache(NamedTuple):
     """Keys of all earlier tokens: R + P numbers a token and layer, plus J on layers that own an indexer.
 
     Attributes:
-      keys: per group, per run of its pattern, `Keys` with leading [*stack,B,S].
+      keys: per group, `Keys` with leading [layers,B,S], index keys [owners of an indexer,B,S].
       segment: int32 [B,S], 0 where no real token stands.
       length: int32 [B], slots in use.
     """
@@ -70,115 +71,88 @@ class Cache(NamedTuple):
     length: jax.Array
 
 
-def layer_groups(kinds: tuple) -> list[tuple[tuple, int]]:
-    """Cuts the layers into (pattern, repeats) in order.
-
-    Each cut takes the longest run that a pattern repeated at least twice covers, the shortest such pattern first; a pattern
-    of several layers begins at one that owns an indexer, so that a selection never crosses into it.
-    """
-    groups, start, n = [], 0, len(kinds)
-    while start < n:
-        best = (kinds[start : start + 1], 1)
-        for width in range(1, (n - start) // 2 + 1):
-            pattern = kinds[start : start + width]
-            repeats = 1
-            while kinds[start + repeats * width : start + (repeats + 1) * width] == pattern:
-                repeats += 1
-            longer = repeats * width > len(best[0]) * best[1]
-            if repeats > 1 and longer and (width == 1 or pattern[0][1]):
-                best = (pattern, repeats)
-        groups.append(best)
-        start += len(best[0]) * best[1]
-    return groups
+def layer_groups(kinds: tuple) -> list[tuple[str, tuple[bool, ...]]]:
+    """Cuts the layers into (FFN, per layer whether it owns an indexer), in order: neighbours with one FFN are a group."""
+    return [(ffn, tuple(full for _, full in group)) for ffn, group in itertools.groupby(kinds, key=lambda kind: kind[0])]
 
 
-def runs(pattern: tuple) -> list[tuple[tuple, int]]:
-    """Cuts the pattern of a group into (kind, count): neighbours of one kind without an indexer are one run."""
-    cut = []
-    for kind in pattern:
-        if cut and cut[-1][0] == kind and not kind[1]:
-            cut[-1] = (kind, cut[-1][1] + 1)
-        else:
-            cut.append((kind, 1))
-    return cut
-
-
-def stack(repeats: int, count: int) -> tuple[int, ...]:
-    """Leading dimensions of what the layers of a run hold, in a group of so many repeats."""
-    return (repeats,) if count == 1 else (repeats, count)
-
-
-def layer_places(kinds: tuple) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Where each layer of a scanned model lies, in order: (group, block, index into the leading dimensions)."""
+def layer_places(kinds: tuple) -> list[tuple[int, int, int | None]]:
+    """Where each layer of a scanned model lies, in order: (group, place in the group, place of its indexer there or None)."""
     places = []
-    for g, (pattern, repeats) in enumerate(layer_groups(kinds)):
-        for r in range(repeats):
-            for b, (_, count) in enumerate(runs(pattern)):
-                places += [(g, b, (r, j)[: len(stack(repeats, count))]) for j in range(count)]
+    for g, (_, owners) in enumerate(layer_groups(kinds)):
+        places += [(g, i, sum(owners[:i]) if own else None) for i, own in enumerate(owners)]
     return places
 
 
 class Group(nnx.Module):
-    """`repeats` copies of a short pattern of layers, one block for each run of it, parameters stacked (`stack`) and scanned."""
+    """Layers with one FFN, parameters stacked and scanned; those of indexers are stacked apart, one for each that owns one.
 
-    def __init__(self, cfg: ModelConfig, pattern: tuple, repeats: int, rngs: nnx.Rngs, block: type[Block]):
+    If some layers own an indexer and others do not, one loop serves both: a layer holds the indexer of the last owner, and
+    chooses if that is itself.
+    """
+
+    def __init__(self, cfg: ModelConfig, ffn: str, owners: tuple[bool, ...], rngs: nnx.Rngs, block: type[Block]):
         self.cfg = cfg
-        self.repeats = repeats
-        self.counts = tuple(count for _, count in runs(pattern))
-        self.blocks = nnx.List([block(cfg, *kind, rngs, stack(repeats, count)) for kind, count in runs(pattern)])
+        self.owners = owners
+        self.layers = block(cfg, ffn, (sum(owners),) if any(owners) else None, rngs, (len(owners),))
 
-    def __call__(self, x, selection: Selection, ctx, keys, start, collect: frozenset):
+    def __call__(self, x, selection: Selection, ctx, keys: Keys | None, start, collect: frozenset):
         """Scans the layers.
 
         Args:
           x: [B,T,D]. selection: that of the last layer with an indexer before this group.
-          keys: tuple over the runs of cached `Keys` [*stack,B,S,...], or None. start: int32 [B], slots to write at.
+          keys: cached, [layers,B,S,...], or None. start: int32 [B], slots to write at.
         Returns:
           (x, selection, keys, list over layers of aux).
         """
-        graphdefs, stacked = zip(*(nnx.split(block) for block in self.blocks))
+        owners = np.array(self.owners)
+        mixed = bool(owners.any() and not owners.all())
         shares = not all(indexer for _, indexer in self.cfg.layer_kinds)  # else no layer needs what another one chose
+        graphdef, indexers, others = nnx.split(self.layers, lambda path, _: "indexer" in path, ...)
+        latents, index_keys = Keys(None, None) if keys is None else keys
 
-        def layer(i, params, keys, x, selection):
-            block = nnx.merge(graphdefs[i], whole(params, self.cfg.dtype))
-            memory = None if keys is None else Memory(keys, start)
-            x, selection, now, aux = block(checkpoint_name(x, "layer_input"), ctx, selection, memory, collect=collect)
-            return x, selection, None if keys is None else now, aux
+        def layer(x, selection, own, indexed, owner, place):
+            params, latent = own
+            indexer, index_keys = indexed if place is None else jax.tree.map(lambda a: a[place], indexed)
+            block = nnx.merge(graphdef, *whole((indexer, params), self.cfg.dtype))
+            memory = None if keys is None else Memory(Keys(latent, index_keys), start)
+            x = checkpoint_name(x, "layer_input")
+            x, selection, now, aux = block(x, ctx, selection, memory, owner=owner, collect=collect)
+            return x, selection if shares else NOTHING, Keys(None, None) if keys is None else now, aux
 
-        def run(i, params, keys, x, selection):
-            one = recompute(functools.partial(layer, i), self.cfg.remat, prevent_cse=False)
-            if self.counts[i] == 1:
-                x, selection, keys, aux = one(params, keys, x, selection)
-                return x, selection, keys, [aux]
-
-            def next_layer(x, scanned):  # layers of a run choose nothing: all see one selection
-                x, _, keys, aux = one(*scanned, x, selection)
-                return x, (keys, aux)
-
-            x, (keys, aux) = jax.lax.scan(next_layer, x, (params, keys))
-            return x, selection, keys, [jax.tree.map(lambda a, j=j: a[j], aux) for j in range(self.counts[i])]
+        one = recompute(layer, self.cfg.remat, prevent_cse=False)
 
         def body(carry, scanned):
-            x, selection = carry
-            params, keys = scanned
-            new_keys, aux = [], []
-            for i in range(len(params)):
-                x, selection, now, of_layers = run(i, params[i], None if keys is None else keys[i], x, selection)
-                new_keys.append(now)
-                aux += of_layers
-            carry = (x, selection if shares else NOTHING)
-            return carry, (None if keys is None else tuple(new_keys), aux)
+            x, selection, index_keys = carry
+            own, indexed, owner, place = scanned
+            if not mixed:
+                x, selection, now, aux = one(x, selection, own, indexed, None, None)
+                return (x, selection, None), (now, aux)
+            x, selection, now, aux = one(x, selection, own, (indexers, index_keys), owner, place)
+            if keys is not None:
+                index_keys = index_keys.at[place].set(now.index)
+            return (x, selection, index_keys), (now._replace(index=None), aux)
 
-        if keys is not None and self.repeats == 1:  # no loop: what is written into a cache is written in place
-            first = jax.tree.map(lambda a: a[0], (stacked, keys))
-            (x, selection), (keys, aux) = body((x, selection), first)
-            return x, selection, jax.tree.map(lambda a: a[None], keys), aux
-        if not jax.tree.leaves(selection) and self.blocks[0].attention.indexer is not None:
+        scanned = ((others, latents), (indexers, index_keys), None, None)
+        if mixed:
+            places = np.maximum(np.cumsum(owners) - 1, 0)  # the last owner's
+            scanned = ((others, latents), None, jnp.asarray(owners), jnp.asarray(places))
+        carry = (x, selection, index_keys if mixed else None)
+        first = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
+        if keys is not None and len(owners) == 1:  # no loop: what is written into a cache is written in place
+            (x, selection, _), (keys, aux) = body(carry, first(scanned))
+            return x, selection, jax.tree.map(lambda a: a[None], keys), [aux]
+        if owners[0] and not jax.tree.leaves(selection):
             # The carry of a scan keeps its shape: what the first layer will put there is known without computing it.
-            first = jax.eval_shape(lambda: body((x, NOTHING), jax.tree.map(lambda a: a[0], (stacked, keys)))[0][1])
-            selection = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), first)
-        (x, selection), (keys, aux) = jax.lax.scan(body, (x, selection), (stacked, keys))
-        per_layer = [jax.tree.map(lambda a, r=r: a[r], layer) for r in range(self.repeats) for layer in aux]
+            own, indexed = first(((others, latents), (indexers, index_keys)))
+            chosen = jax.eval_shape(lambda: layer(x, NOTHING, own, indexed, None, None)[1])
+            carry = (x, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), chosen), carry[2])
+        (x, selection, index_keys), (now, aux) = jax.lax.scan(body, carry, scanned)
+        per_layer = [jax.tree.map(lambda a, i=i: a[i], aux) for i in range(len(owners))]
+        for own, layer_aux in zip(owners, per_layer):
+            if not own:
+                layer_aux.pop("index_scores", None)
+        keys = None if keys is None else now._replace(index=index_keys) if mixed else now
         return x, selection, keys, per_layer
 
 
@@ -202,7 +176,7 @@ class Glm5(nnx.Module):
         self.embedding = declare(
             rngs, (), (w, d), ("vocab", "embed"), "embedding", std, hf="model.embed_tokens.weight"
         )
-        groups = layer_groups(cfg.layer_kinds) if scanned else [((kind,), 1) for kind in cfg.layer_kinds]
+        groups = layer_groups(cfg.layer_kinds) if scanned else [(ffn, (full,)) for ffn, full in cfg.layer_kinds]
         self.groups = nnx.List([Group(cfg, *group, rngs, self.block_class) for group in groups])
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", hf="model.norm.weight")
         self.head = declare(
@@ -332,19 +306,17 @@ def check_room(cache: Cache, t: int) -> None:
 
 def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype=None, scanned: bool = True) -> Cache:
     """A cache for `batch` rows of at most `slots` tokens, zeros, in the compute dtype unless told otherwise."""
-    groups = layer_groups(cfg.layer_kinds) if scanned else [((kind,), 1) for kind in cfg.layer_kinds]
-    keys = []
-    for pattern, repeats in groups:
-        shapes = [(full, (*stack(repeats, count), batch, slots)) for (_, full), count in runs(pattern)]
-        keys.append(tuple(empty_keys(cfg, shape, full, dtype) for full, shape in shapes))
+    groups = layer_groups(cfg.layer_kinds) if scanned else [(ffn, (full,)) for ffn, full in cfg.layer_kinds]
+    counts = [(len(owners), sum(owners)) for _, owners in groups]
+    keys = [empty_keys(cfg, (n, batch, slots), (own, batch, slots) if own else None, dtype) for n, own in counts]
     return Cache(tuple(keys), jnp.zeros((batch, slots), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-def empty_keys(cfg: ModelConfig, shape: tuple[int, ...], indexer: bool, dtype=None) -> Keys:
-    """Zeros for the keys of a layer, [*shape,R+P] and, if it owns an indexer, [*shape,J]."""
+def empty_keys(cfg: ModelConfig, latents: tuple[int, ...], index_keys: tuple[int, ...] | None, dtype=None) -> Keys:
+    """Zeros for keys: latents [*latents,R+P] and, where layers own an indexer, index keys [*index_keys,J]."""
     dtype = dtype or cfg.dtype
-    index = jnp.zeros((*shape, cfg.index_head_dim), dtype) if indexer else None
-    return Keys(jnp.zeros((*shape, cfg.kv_lora_rank + cfg.qk_rope_head_dim), dtype), index)
+    index = None if index_keys is None else jnp.zeros((*index_keys, cfg.index_head_dim), dtype)
+    return Keys(jnp.zeros((*latents, cfg.kv_lora_rank + cfg.qk_rope_head_dim), dtype), index)
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
@@ -362,10 +334,11 @@ def unstack(params: dict, cfg: ModelConfig) -> dict:
     """Parameters of a model whose layers are scanned as those of one whose layers are not, nested dicts both."""
     flat_params = flat(params)
     result = {path: leaf for path, leaf in flat_params.items() if path[0] != "groups"}
-    for i, (group, block, index) in enumerate(layer_places(cfg.layer_kinds)):
+    for i, (group, place, indexer) in enumerate(layer_places(cfg.layer_kinds)):
         for path, leaf in flat_params.items():
-            if path[:4] == ("groups", group, "blocks", block):
-                result["groups", i, "blocks", 0, *path[4:]] = leaf[index][None]
+            at = indexer if "indexer" in path else place
+            if path[:2] == ("groups", group) and at is not None:
+                result["groups", i, *path[2:]] = leaf[at][None]
     return traverse_util.unflatten_dict(result)
 
 

@@ -25,7 +25,7 @@ from glm5_jax.compiling import compiler_options
 from glm5_jax.config import ModelConfig, check
 from glm5_jax.errors import UserError
 from glm5_jax.layers.mla import pieces
-from glm5_jax.model import Cache, abstract, empty_cache, merge, template
+from glm5_jax.model import Cache, abstract, empty_cache, layer_groups, merge, template
 from glm5_jax.program import by_axes, collectives, instructions
 from glm5_jax.sharding.mesh import ROWS, MeshConfig, check_rows, local, make_mesh, shardings_of
 from glm5_jax.sharding.rules import parameter_specs, place_parameters
@@ -191,7 +191,7 @@ def lower_step(cfg: ModelConfig, loss: LossConfig, freeze: tuple[str, ...], mesh
         expected=step_flops(model, freeze, sizes, micro, batch // micro, options.seq, loss, turns["visible_keys"] * key_block),
         kernels=kernel_flops(cfg, freeze, tokens, options.seq, mtp, forward=3 if many > 1 else 2),
         useful=tokens * flops_per_token(model, options.seq, mtp),
-        turns=turns | {"more_rounds": 0},  # of experts: none under even routing
+        turns=turns | {"more_rounds": 0, "own_indexer": owner_share(cfg)},  # of experts no more rounds, under even routing
     )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def lower_decode(cfg: ModelConfig, mesh: Mesh, options: PlanOptions) -> Program:
     parts, kernels, useful = decode_flops(placed, mesh.shape["expert"], batch / groups, options.seq)
     return Program(
         lowered, {"parameters": params, "cache": cache}, mesh, batch, batch, kept=0.0, expected=parts, kernels=kernels,
-        useful=useful, turns={"more_rounds": 0},
+        useful=useful, turns={"more_rounds": 0, "own_indexer": owner_share(cfg)},
     )  # fmt: skip
 
 
@@ -255,12 +255,25 @@ def dtypes(tree) -> str:
     return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
 
+def owner_share(cfg: ModelConfig) -> float:
+    """Of the layers that are scanned together though only some own an indexer, the share that does."""
+    mixed = mixed_layers(cfg)
+    return sum(mixed) / len(mixed) if mixed else 1.0
+
+
+def mixed_layers(cfg: ModelConfig) -> list[bool]:
+    """Whether each of the layers owns an indexer, of the groups in which some do and others do not."""
+    return [own for _, owners in layer_groups(cfg.layer_kinds) if len(set(owners)) == 2 for own in owners]
+
+
 def kept_activations(cfg: ModelConfig, rows: float, seq: float) -> float:
     """Bytes of the device that the forward pass keeps for the backward pass of `rows` x `seq` of its tokens: the inputs of
-    layers, selected positions (not under remat=offload) and its tokens' experts."""
-    kinds = cfg.layer_kinds
+    layers, selected positions (not under remat=offload) and its tokens' experts. Index queries, which layers that share hand on
+    while indexers are trained, are not counted."""
+    kinds, mixed = cfg.layer_kinds, mixed_layers(cfg)
     layers = len(kinds) * cfg.hidden_size * 2
-    chosen = sum(full for _, full in kinds) * min(cfg.index_topk, seq) * 4 if cfg.attention == "sparse" else 0
+    choosing = sum(full for _, full in kinds) + len(mixed) - sum(mixed)  # in a mixed group every layer keeps what it uses
+    chosen = choosing * min(cfg.index_topk, seq) * 4 if cfg.attention == "sparse" else 0
     experts = sum(ffn == "moe" for ffn, _ in kinds) * cfg.num_experts_per_tok * 4
     return rows * seq * (experts + (0 if cfg.remat == "offload" else layers + chosen))
 

@@ -2,7 +2,8 @@
 bytes of memory, collectives with mesh axes and bytes.
 
 XLA's own cost analysis counts the body of a loop once and says nothing of axes. Here a body counts as often as it runs, where
-that is a constant; for loops whose length depends on data the caller says how often they run on average.
+that is a constant; for loops whose length depends on data, and branches taken now and then, the caller says how often they
+run on average.
 """
 
 import itertools
@@ -66,7 +67,8 @@ def products(text: str, turns: dict[str, float] | None = None) -> list[Product]:
     """All products that a compiled program (`Compiled.as_text()`) computes. Elementwise arithmetic is not listed.
 
     Args:
-      turns: part of the traced name of a loop -> how often it runs, for loops whose length depends on data.
+      turns: scope that a loop or branch is traced in -> how often it runs, for loops whose length depends on data and branches
+        that are not taken each time. A branch that is not named counts once, and so does the other one.
     """
     computations, entry = _computations(text)
     found = []
@@ -167,7 +169,12 @@ def _visits(computations: dict, name: str, turns: dict, times: float = 1, bounde
     for line in computations[name].values():
         if not fused and not _CALLERS.search(line):
             continue
-        trips = _trips(line, computations, name, turns) if " while(" in line else 1
+        trips = 1
+        if " while(" in line:
+            trips = _trips(line, computations, name, turns)
+        elif " conditional(" in line:
+            told = _told(line, turns)
+            trips = 1 if told is None else told
         for kind, names in re.findall(_CALLS + r"=(\{[^}]*\}|%?[\w.-]+)", line):
             for called in re.findall(r"[\w.-]+", names):
                 if called not in computations or (" while(" in line and kind == "condition"):
@@ -195,8 +202,14 @@ def _trips(line: str, computations: dict, caller: str, turns: dict) -> float | N
         start, end = (value(name) for name in _names(compare[1]))
         if start is not None and end is not None:
             return max(0, end - start)
+    return _told(line, turns)
+
+
+def _told(line: str, turns: dict) -> float | None:
+    """What the caller says of a loop or branch: the scope right around it counts."""
     name = re.search(r'op_name="([^"]*)"', line)
-    return next((n for part, n in turns.items() if name and part in name[1]), None)
+    around = "/".join(name[1].split("/")[-2:]) if name else ""
+    return next((n for scope, n in turns.items() if scope in around), None)
 
 
 def _names(operands: str) -> list[str]:

@@ -414,7 +414,7 @@ def test_a_run_with_a_changed_byte_or_another_network_is_refused(hf_dir, tmp_pat
 
 def test_values_that_fp8_cannot_hold_are_named(wide, tmp_path):
     model = load_hf(wide[1])
-    weight = model.groups[0].blocks[0].attention.q_down
+    weight = model.groups[0].layers.attention.q_down
     weight[...] = weight[...].at[0, 3, 5].set(jnp.inf)
     save_hf(model, tmp_path / "hf")
     words = "model.layers.0.self_attn.q_a_proj.weight: holds values that are not finite"

@@ -427,7 +427,7 @@ def test_heads_straddle_blocks_so_kv_b_is_dequantised_before_it_is_cut(golden):
     scale = raw_tensors(g.path)[SCALED + "_scale_inv"]
     assert scale.shape == (2, 2) and scale[0, 0] != scale[1, 0]
     kv_b = TensorDirectory(g.path).read(SCALED).reshape(4, 24 + 32, 136)
-    layer = split(g.model())[1]["groups"][1]["blocks"][0]["attention"]
+    layer = split(g.model())[1]["groups"][1]["layers"]["attention"]
     np.testing.assert_array_equal(np.asarray(layer["k_up"])[0].transpose(1, 2, 0), kv_b[:, :24])
     np.testing.assert_array_equal(np.asarray(layer["v_up"])[0].transpose(1, 2, 0), kv_b[:, 24:])
 

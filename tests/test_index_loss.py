@@ -140,12 +140,12 @@ def test_an_indexer_learns_from_the_attention_of_every_layer_it_serves():
     model, batch = lively_model(step_config(attention="sparse", **SHARED)), packed_batch(ROWS, T)
     _, before = loss_and_gradients(model, batch)
     other = lively_model(model.cfg)
-    q_up = other.groups[-1].blocks[-1].attention.q_up  # of the last layer, which shares: nothing but attention reads it
-    assert other.groups[-1].blocks[-1].attention.indexer is None
+    assert model.cfg.layer_kinds[-1] == ("moe", False)
+    q_up = other.groups[-1].layers.attention.q_up  # of the last layer, which shares: nothing but attention reads it
     q_up[...] = q_up[...].at[-1].multiply(2.0)
     _, after = loss_and_gradients(other, batch)
-    owner = [path for path in of_indexers(before) if path[:2] == ("groups", len(model.groups) - 2)]
-    assert len(owner) == 5 and all(np.abs(after[path] - before[path]).max() > 1e-4 for path in owner)
+    owner = [path for path in of_indexers(before) if path[:2] == ("groups", len(model.groups) - 1)]
+    assert len(owner) == 5 and all(np.abs(after[path] - before[path])[-1].max() > 1e-4 for path in owner)
     first = [path for path in of_indexers(before) if path[:2] == ("groups", 0)]
     bit_equal({p: before[p] for p in first}, {p: after[p] for p in first})
 

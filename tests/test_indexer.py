@@ -82,9 +82,9 @@ def layer_inputs(model, seed=3, t=20):
     cos, sin = rotary_tables(np.arange(t)[None], model.cfg.qk_rope_head_dim, model.cfg.rope_theta)
     segment = jnp.ones((1, t), jnp.int32)
     ctx = Context(cos, sin, Rows(jnp.arange(t)[None], segment), segment)
-    group = model.groups[0].blocks
+    group = model.groups[0].layers
     graphdef, stacked = split(group)
-    return merge(graphdef, jax.tree.map(lambda x: x[0], stacked))[0].attention, a, ctx
+    return merge(graphdef, jax.tree.map(lambda x: x[0], stacked)).attention, a, ctx
 
 
 def test_a_constant_key_projection_leaves_only_the_bias(micro):
@@ -109,10 +109,10 @@ def test_only_the_first_rope_dimensions_are_rotated(micro):
 def test_the_indexer_reads_the_normalised_query_latent(micro, tokens):
     model, w = micro()
     graphdef, params = split(model)
-    stacked = params["groups"][0]["blocks"][0]["attention"]
+    stacked = params["groups"][0]["layers"]["attention"]
     changed = stacked | {"q_norm": stacked["q_norm"] * jnp.linspace(0.2, 3.0, stacked["q_norm"].shape[-1])}
     other = jax.tree.map(lambda x: x, params)
-    other["groups"][0]["blocks"][0]["attention"] = changed
+    other["groups"][0]["layers"]["attention"] = changed
     before, after = (forward(m, tokens).collected["index_scores"][0] for m in (model, merge(graphdef, other)))
     real = np.asarray(before) > MASKED
     assert np.abs(np.asarray(before) - np.asarray(after))[real].max() > 0.1

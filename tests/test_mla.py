@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import reference
 from conftest import forward
 from glm5_jax.layers import mla
-from glm5_jax.layers.mla import Context, Keys, Selection
+from glm5_jax.layers.mla import Context, Keys, Mla, Selection
 from glm5_jax.layers.rope import rotary_tables
 from glm5_jax.model import merge, split
 from glm5_jax.sparse.masks import Rows
@@ -20,8 +21,8 @@ T = 20
 
 def attention_layer(model, dtype=jnp.float32, seed=3):
     """(attention of layer 0, inputs a [1,T,D], context)."""
-    graphdef, stacked = split(model.groups[0].blocks)
-    layer = merge(graphdef, jax.tree.map(lambda x: x[0].astype(dtype), stacked))[0].attention
+    graphdef, stacked = split(model.groups[0].layers)
+    layer = merge(graphdef, jax.tree.map(lambda x: x[0].astype(dtype), stacked)).attention
     a = jnp.asarray(np.random.default_rng(seed).standard_normal((1, T, model.cfg.hidden_size)), dtype)
     return layer, a, context(model.cfg, dtype)
 
@@ -183,8 +184,7 @@ def test_a_layer_remembers_latent_rope_key_and_index_key(micro):
     layer, a, ctx = attention_layer(model)
     keys = layer.keys(a, ctx)
     assert isinstance(keys, Keys) and keys.latent.shape == (1, T, 10 + 4) and keys.index.shape == (1, T, 8)
-    graphdef, stacked = split(model.groups[1].blocks)
-    shared = merge(graphdef, jax.tree.map(lambda x: x[0], stacked))[0].attention
+    shared = Mla(model.cfg, nnx.Rngs(0), indexers=None)
     assert shared.indexer is None and shared.keys(a, ctx).index is None
 
 

@@ -12,7 +12,7 @@ import reference
 from conftest import forward
 from glm5_jax.errors import UserError
 from glm5_jax.layers.block import write
-from glm5_jax.model import abstract, default_positions, empty_cache, layer_groups, layer_places, merge, runs, split, unstack
+from glm5_jax.model import abstract, default_positions, empty_cache, layer_groups, layer_places, merge, split, unstack
 from glm5_jax.sparse import xla
 
 F, S, D = ("moe", True), ("moe", False), ("dense", True)
@@ -28,35 +28,24 @@ def run(model, *args, cache=None, **kwargs):
 
 
 @pytest.mark.parametrize("kinds, expected", [
-    ([D, D, D] + [F] * 75, [((D,), 3), ((F,), 75)]),
-    ([D, F, F, F], [((D,), 1), ((F,), 3)]),
-    ([F, S, S, S] * 5, [((F, S, S, S), 5)]),
-    ([D, D, D, S, S, S] + [F, S, S, S] * 18, [((D,), 3), ((S,), 3), ((F, S, S, S), 18)]),
-    ([F], [((F,), 1)]),
+    ([D, D, D] + [F] * 75, [("dense", (True,) * 3), ("moe", (True,) * 75)]),
+    ([D, D, D, S, S, S] + [F, S, S, S] * 18, [("dense", (True,) * 3), ("moe", (False,) * 3 + (True, False, False, False) * 18)]),
+    ([F], [("moe", (True,))]),
 ])  # fmt: skip
-def test_layers_are_cut_into_the_smallest_repeating_groups(kinds, expected):
+def test_neighbours_with_one_ffn_are_a_group(kinds, expected):
     assert layer_groups(tuple(kinds)) == expected
 
 
-def test_groups_put_together_are_the_layers():
-    for kinds in itertools.product((F, S), repeat=7):
-        cut = layer_groups((D, *kinds))
-        assert tuple(k for pattern, n in cut for k in pattern * n) == (D, *kinds)
-
-
-def test_a_pattern_of_several_layers_begins_with_an_indexer():
-    for kinds in itertools.product((F, S), repeat=8):
-        assert all(pattern[0][1] for pattern, _ in layer_groups((D, *kinds)) if len(pattern) > 1)
+def test_every_layer_and_every_indexer_has_a_place_of_its_own():
+    assert layer_places((D, F, S, S, F, S)) == [(0, 0, 0), (1, 0, 0), (1, 1, None), (1, 2, None), (1, 3, 1), (1, 4, None)]
+    for kinds in itertools.product((D, F, S), repeat=6):
+        groups, places = layer_groups(kinds), layer_places(kinds)
+        assert [(groups[g][0], groups[g][1][i]) for g, i, _ in places] == list(kinds)
+        indexers = [(g, at) for g, _, at in places if at is not None]
+        assert indexers == [(g, at) for g, (_, owners) in enumerate(groups) for at in range(sum(owners))]
 
 
 # IndexShare
-
-
-def test_neighbours_without_an_indexer_are_one_run():
-    assert runs((F, S, S, S)) == [(F, 1), (S, 3)] and runs((F, F, S)) == [(F, 1), (F, 1), (S, 1)] and runs((D,)) == [(D, 1)]
-    assert layer_places((D, F, S, S, F, S, S)) == [
-        (0, 0, (0,)), (1, 0, (0,)), (1, 1, (0, 0)), (1, 1, (0, 1)), (1, 0, (1,)), (1, 1, (1, 0)), (1, 1, (1, 1)),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("letters", ["FSFSS", "FFSSF", "FSSSS", "FSFSF", "FFSSFSS"])
@@ -259,11 +248,9 @@ def test_decoding_past_k_is_sparse(micro, tokens):
 
 def test_only_layers_with_an_indexer_cache_index_keys(micro):
     cache = empty_cache(micro(**SHARE)[0].cfg, 2, 24)
-    assert [[keys.latent.shape for keys in group] for group in cache.keys] == [
-        [(1, 2, 24, 14)],
-        [(2, 2, 24, 14), (2, 2, 2, 24, 14)],
-    ]
-    assert [[keys.index is not None for keys in group] for group in cache.keys] == [[True], [True, False]]
+    assert [keys.latent.shape for keys in cache.keys] == [(1, 2, 24, 14), (6, 2, 24, 14)]
+    assert [keys.index.shape for keys in cache.keys] == [(1, 2, 24, 8), (2, 2, 24, 8)]
+    assert empty_cache(micro(**SHARE)[0].cfg, 2, 24, scanned=False).keys[2].index is None
 
 
 def test_left_padding_through_the_cache_equals_rows_alone(micro, tokens):

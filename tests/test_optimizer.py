@@ -149,8 +149,8 @@ def test_every_matrix_gets_the_newton_schulz_update_of_its_own_gradients(three_s
 def test_number_of_orthogonal_blocks_of_each_up_projection_is_heads_times_layers(three_steps):
     _, results = three_steps
     for path, heads_times_layers in {
-        ("groups", 1, "blocks", 0, "attention", "q_up"): 3 * 2,
-        ("groups", 0, "blocks", 0, "attention", "k_up"): 3,
+        ("groups", 1, "layers", "attention", "q_up"): 3 * 2,
+        ("groups", 0, "layers", "attention", "k_up"): 3,
         ("mtp", "block", "attention", "v_up"): 3,
     }.items():
         matrices, _ = as_matrices(path, results["muon_split"][0][path], "muon_split")
@@ -169,7 +169,7 @@ def test_whole_muon_differs_from_muon_split_in_the_three_up_projections_only(thr
 
 
 def test_experts_and_stacked_layers_do_not_influence_each_other():
-    path = ("groups", 1, "blocks", 0, "ffn", "gate")  # 2 layers x 5 experts
+    path = ("groups", 1, "layers", "ffn", "gate")  # 2 layers x 5 experts
     first, other = gradients(0), gradients(0)
     other[path] = other[path].copy()
     other[path][1, 3] *= np.linspace(-5, 5, 7)
@@ -179,7 +179,7 @@ def test_experts_and_stacked_layers_do_not_influence_each_other():
 
 
 def test_a_rescaled_head_changes_only_its_own_step_under_muon_split():
-    path = ("groups", 0, "blocks", 0, "attention", "q_up")
+    path = ("groups", 0, "layers", "attention", "q_up")
     grads = gradients(0)
     louder = dict(grads) | {path: grads[path] * np.array([1, 1000, 1])[:, None]}
     split_a, split_b = (updates_of(NO_CLIP, [g], (path,))[0][path] for g in (grads, louder))
@@ -228,7 +228,7 @@ def test_without_gradient_exactly_matrices_router_embedding_and_head_decay():
 def test_clipping_uses_one_norm_over_muon_and_adamw_parameters_together():
     """A Muon gradient of 1e6 shrinks an AdamW gradient by 1e6; eps makes AdamW's update show its size."""
     cfg = OptimizerConfig(weight_decay=0.0, clip=1.0, eps=1e-3)
-    head, other = ("head",), ("groups", 1, "blocks", 0, "attention", "q_down")
+    head, other = ("head",), ("groups", 1, "layers", "attention", "q_down")
     grads = {p: np.zeros_like(v) for p, v in PARAMS.items()}
     grads[head][0, 0] = 1e-2  # AdamW
     grads[other][0, 0, 0] = 1e6  # Muon
@@ -244,8 +244,8 @@ def test_clipping_uses_one_norm_over_muon_and_adamw_parameters_together():
 def test_the_indexers_gradient_and_that_of_all_others_are_clipped_apart(name):
     """A hundred times the indexer's gradient: not a bit of another update changes, and the indexer's own is clipped."""
     cfg = OptimizerConfig(name=name, clip=1.0, eps=1e-3)
-    matrix, bias = (("groups", 1, "blocks", 0, "attention", "indexer", leaf) for leaf in ("k", "k_bias"))
-    others = (("head",), ("norm",), ("mtp", "project"), ("groups", 1, "blocks", 0, "attention", "q_down"))
+    matrix, bias = (("groups", 1, "layers", "attention", "indexer", leaf) for leaf in ("k", "k_bias"))
+    others = (("head",), ("norm",), ("mtp", "project"), ("groups", 1, "layers", "attention", "q_down"))
     assert [SPECS[p].part for p in (matrix, bias, *others)] == ["indexer"] * 2 + ["trunk"] * 2 + ["mtp", "trunk"]
     grads = gradients(0)
     louder = {p: g * (100 if p in (matrix, bias) else 1) for p, g in grads.items()}
@@ -261,7 +261,7 @@ def test_the_indexers_gradient_and_that_of_all_others_are_clipped_apart(name):
 
 
 def test_norms_are_those_of_the_two_groups_and_of_no_group_that_does_not_train():
-    indexer = ("groups", 1, "blocks", 0, "attention", "indexer", "k_bias")
+    indexer = ("groups", 1, "layers", "attention", "indexer", "k_bias")
     a, b, c, d = (np.full(n, v, np.float32) for n, v in ((2, 3.0), (1, 4.0), (4, 6.0), (2, 8.0)))
     grads = {indexer: a, ("norm",): b, ("mtp", "norm"): c, ("head",): d}
     specs = flat_specs(CFG)

@@ -42,6 +42,27 @@ def test_a_loop_of_unknown_length_counts_as_told():
     assert total(products(text, {"climb": 2.5})) == 2.5 * once.flops and not products(text, {"climb": 0})
 
 
+def test_a_branch_counts_as_often_as_told_and_a_loop_in_it_is_not_named_by_it():
+    """A product of 4 turns in 1 of 4 layers; a loop of unknown length in the same branch stays unknown."""
+
+    def layers(x, w):
+        def often(x):
+            grown = jax.lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: x @ w[:, ::-1], x)
+            return jax.lax.fori_loop(0, 4, lambda _, x: jnp.tanh(x @ w), grown)
+
+        def layer(x, own):
+            with jax.named_scope("own"):
+                return jax.lax.cond(own, often, jnp.sin, x), None
+
+        return jax.lax.scan(layer, x, jnp.array([True, False, False, False]))[0]
+
+    text = jax.jit(layers).lower(*SHAPES).compile().as_text()
+    found = products(text, {"own": 1 / 4})
+    assert sorted((p.times, p.bounded) for p in found) == [(1, False), (4, True)]
+    assert {p.flops for p in found} == {2 * 8 * 16 * 16}
+    assert sorted(p.times for p in products(text)) == [4, 16]
+
+
 MIB = 1 << 20
 
 

@@ -264,7 +264,7 @@ def check_router_bias(before, new, metrics, load):
     np.testing.assert_allclose(metrics["max_violation"], load.max(1) / load.mean(1) - 1, rtol=1e-6)
     moves = RATE * np.sign(load.mean(axis=1, keepdims=True) - load).astype(np.float32)
     old, after = router_biases(before), router_biases(new)
-    trunk, mtp = ("groups", 1, "blocks", 0, "ffn", "router_bias"), ("mtp", "block", "ffn", "router_bias")
+    trunk, mtp = ("groups", 1, "layers", "ffn", "router_bias"), ("mtp", "block", "ffn", "router_bias")
     np.testing.assert_array_equal(after[trunk], old[trunk] + moves[:2])
     np.testing.assert_array_equal(after[mtp], old[mtp] + moves[2])
 
@@ -301,7 +301,7 @@ def test_loads_find_their_layer_through_repeating_patterns():
 
 
 def test_a_model_with_mtp_trained_without_it_leaves_the_mtp_bias_alone():
-    mtp, trunk = ("mtp", "block", "ffn", "router_bias"), ("groups", 0, "blocks", 0, "ffn", "router_bias")
+    mtp, trunk = ("mtp", "block", "ffn", "router_bias"), ("groups", 0, "layers", "ffn", "router_bias")
     params = {mtp: np.zeros(5), trunk: np.zeros((1, 5))}
     new = move_router_bias(params, jnp.array([[4.0, 0, 0, 0, 0]]), jnp.float32(1))
     np.testing.assert_array_equal(new[mtp], np.zeros(5))
@@ -372,7 +372,7 @@ def test_norms_and_update_are_what_they_say(model, large_batch):
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     np.testing.assert_allclose(metrics["update_norm"], norm, rtol=1e-5)  # descent of rate 1
     old = flat(split(model)[1])
-    for path in (("head",), ("mtp", "project"), ("groups", 1, "blocks", 0, "ffn", "gate")):
+    for path in (("head",), ("mtp", "project"), ("groups", 1, "layers", "ffn", "gate")):
         np.testing.assert_allclose(old[path] - flat(new.params)[path], grads[path], atol=1e-6)
 
 

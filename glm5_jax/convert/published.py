@@ -48,16 +48,19 @@ def tensor_table(cfg: ModelConfig) -> dict[str, list[Piece]]:
 
 def _published_name(path, spec: Spec, index, prefixes) -> str:
     if path[0] == "groups":
-        return prefixes[path[1], path[3], index[: spec.axes.count("layers")]] + spec.hf.format(e=index[-1])
+        return prefixes[path[1], "indexer" in path, index[0]] + spec.hf.format(e=index[-1])
     if path[0] == "mtp":
         return prefixes["mtp"] + spec.hf.format(e=index[-1] if index else 0)
     return spec.hf
 
 
 def layer_prefixes(cfg: ModelConfig) -> dict:
-    """Place of each layer (`layer_places`) -> "model.layers.{i}.", and "mtp" -> that of the MTP layer."""
+    """(group, False, place of a layer there) and (group, True, place of its indexer there) -> "model.layers.{i}."; "mtp" too."""
     places = layer_places(cfg.layer_kinds)
-    return {place: f"model.layers.{i}." for i, place in enumerate([*places, "mtp"])}
+    prefixes = {"mtp": f"model.layers.{len(places)}."}
+    for i, (group, place, indexer) in enumerate(places):
+        prefixes |= {(group, False, place): f"model.layers.{i}.", (group, True, indexer): f"model.layers.{i}."}
+    return prefixes
 
 
 def tensor_shape(pieces: list[Piece]) -> tuple[int, ...]:

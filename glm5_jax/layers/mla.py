@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.layers.norm import at_least_float32, rms_norm
@@ -61,9 +60,13 @@ class Attention(NamedTuple):
 
 
 class Mla(nnx.Module):
-    """Multi-head latent attention; with an indexer of its own, or using the selection of an earlier layer."""
+    """Multi-head latent attention; with an indexer of its own, or using the selection of an earlier layer.
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, stack=(), indexer: bool = True, part="trunk"):
+    Args of the constructor:
+      stack: leading dimensions of scanned layers. indexers: those of their indexers, () or (owners,); None = none owns one.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, stack=(), indexers: tuple | None = (), part="trunk"):
         d, n, q, r = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
         c, p, v = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
         self.cfg = cfg
@@ -91,7 +94,7 @@ class Mla(nnx.Module):
             rngs, stack, (n, v, d), ("heads", "head_dim", "embed"),
             inputs=(-3, -2), outputs=(-1,), hf=hf + "o_proj.weight", **matrix,
         )  # fmt: skip
-        self.indexer = Indexer(cfg, rngs, stack) if indexer else None
+        self.indexer = None if indexers is None else Indexer(cfg, rngs, indexers)
 
     def query_latent(self, a: jax.Array) -> jax.Array:
         """Normalised query latent [B,T,Q] of layer inputs a [B,T,D]."""
@@ -103,13 +106,20 @@ class Mla(nnx.Module):
         c = self.cfg.qk_nope_head_dim
         return jnp.concatenate([q[..., :c], rotate(q[..., c:], ctx.cos, ctx.sin)], axis=-1)
 
-    def keys(self, a: jax.Array, ctx: Context) -> Keys:
-        """What the cache holds for layer inputs a [B,T,D]."""
+    def latent(self, a: jax.Array, ctx: Context) -> jax.Array:
+        """Latents [B,T,R+P] of layer inputs a [B,T,D]: norm and RoPE applied."""
         r = self.cfg.kv_lora_rank
         kv = a @ self.kv_down[...].astype(a.dtype)
         latent = rms_norm(kv[..., :r], self.kv_norm[...], self.cfg.latent_eps)
-        latent = jnp.concatenate([latent, rotate(kv[..., r:], ctx.cos, ctx.sin)], axis=-1)
-        return Keys(latent, self.indexer.keys(a, ctx.cos, ctx.sin) if self.indexer else None)
+        return jnp.concatenate([latent, rotate(kv[..., r:], ctx.cos, ctx.sin)], axis=-1)
+
+    def index_keys(self, a: jax.Array, ctx: Context) -> jax.Array:
+        """Index keys [B,T,J] of layer inputs a [B,T,D]."""
+        return self.indexer.keys(a, ctx.cos, ctx.sin)
+
+    def keys(self, a: jax.Array, ctx: Context) -> Keys:
+        """What the cache holds for layer inputs a [B,T,D]."""
+        return Keys(self.latent(a, ctx), self.index_keys(a, ctx) if self.indexer else None)
 
     def index(self, cq: jax.Array, a: jax.Array, keys: Keys, ctx: Context) -> Index:
         """What this layer's own index scores are made from."""
@@ -119,10 +129,9 @@ class Mla(nnx.Module):
     def select(self, index: Index, ctx: Context) -> jax.Array:
         """This layer's own selection, int32 [B,T,min(K,S)]."""
         cfg = self.cfg
-        chosen = attention.select(
+        return attention.select(
             index, ctx.rows, ctx.key_segment, cfg.index_topk, cfg.query_chunk, cfg.sparse_implementation
         )
-        return checkpoint_name(chosen, "selected")
 
     def attend(self, cq, keys: Keys, selection: Selection, ctx: Context, absorbed: bool) -> Attention:
         """Attention to the selected keys, or to all visible ones where there is no selection."""

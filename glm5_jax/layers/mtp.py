@@ -57,7 +57,7 @@ class Mtp(nnx.Module):
             rngs, (), (2 * d, d), ("embed_pair", "embed"), "matrix", cfg.initializer_range,
             inputs=(-2,), outputs=(-1,), part="mtp", fp8=False, hf="eh_proj.weight",
         )  # fmt: skip
-        self.block = block(cfg, "moe", True, rngs, (), part="mtp")
+        self.block = block(cfg, "moe", (), rngs, (), part="mtp")
         self.norm = declare(rngs, (), (d,), ("embed",), "norm", part="mtp", hf="shared_head.norm.weight")
 
     def join(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from glm5_jax.model import Glm5
 class PlacedBlock(Block):
     """A decoder layer that adds a linear map of the rotary angles' sines and cosines to its input."""
 
-    def __init__(self, cfg: ModelConfig, ffn: str, indexer: bool, rngs: nnx.Rngs, stack=(), part="trunk"):
-        super().__init__(cfg, ffn, indexer, rngs, stack, part)
+    def __init__(self, cfg: ModelConfig, ffn: str, indexers: tuple | None, rngs: nnx.Rngs, stack=(), part="trunk"):
+        super().__init__(cfg, ffn, indexers, rngs, stack, part)
         std = cfg.initializer_range / cfg.qk_rope_head_dim**0.5  # no larger than an embedding
         self.place = declare(
             rngs, stack, (cfg.qk_rope_head_dim, cfg.hidden_size), ("kv_rank", "embed"), "matrix", std,

@@ -145,7 +145,7 @@ class Engine:
         self._graphdef = split(abstract(cfg, type(model), scanned=False))[0]
         self.params = _unstack(split(model)[1], cfg)
         trunk = empty_cache(cfg, slots, context, scanned=False).keys
-        self._keys = Keys(trunk, empty_keys(cfg, (slots, context), True) if draft_steps else None)
+        self._keys = Keys(trunk, empty_keys(cfg, (slots, context), (slots, context)) if draft_steps else None)
         self._jobs: list[_Job | None] = [None] * slots
         self._held = [np.zeros(0, np.int32)] * slots  # tokens whose keys a slot holds, the pending one behind them
         self._used = [0] * slots  # when a slot was last taken

@@ -44,9 +44,13 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     x = x.T if turned else x
     x = x / (jnp.linalg.norm(x) + 1e-8)
     a, b, c = _COEFFICIENTS
-    for _ in range(_STEPS):
+
+    def step(_, x):
         square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
+        return a * x + (b * square + c * square @ square) @ x
+
+    # A loop: written out five times over, these were most of the products of GLM-5's step that a compiler has to look at.
+    x = lax.fori_loop(0, _STEPS, step, x)
     return x.T if turned else x
 
 

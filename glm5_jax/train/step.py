@@ -266,15 +266,10 @@ def move_router_bias(params: dict, load: jax.Array, rate: jax.Array) -> dict:
     params, row = dict(params), 0
     # Whole numbers: a load that is the mean moves nothing, which a rounded mean would not give.
     step = rate * jnp.sign(jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load)
-    for group in sorted({path[1] for path in params if path[0] == "groups" and path[-1] == "router_bias"}):
-        paths = sorted(p for p in params if p[:2] == ("groups", group) and p[-1] == "router_bias")
-        biases = [params[path] for path in paths]  # [*stack,E] each
-        repeats, experts = biases[0].shape[0], biases[0].shape[-1]
-        counts = [bias.size // repeats // experts for bias in biases]
-        rows = step[row : row + repeats * sum(counts)].reshape(repeats, -1, experts)
-        for path, bias, moves in zip(paths, biases, jnp.split(rows, np.cumsum(counts)[:-1], axis=1)):
-            params[path] = bias + moves.reshape(bias.shape)
-        row += repeats * sum(counts)
+    for path in sorted(p for p in params if p[0] == "groups" and p[-1] == "router_bias"):  # [layers,E] each
+        layers = len(params[path])
+        params[path] = params[path] + step[row : row + layers]
+        row += layers
     for path in [p for p in params if p[0] == "mtp" and p[-1] == "router_bias"]:
         if row < load.shape[0]:
             params[path] = params[path] + step[row]

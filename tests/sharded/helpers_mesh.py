@@ -91,7 +91,7 @@ def least_gap(cfg, params: dict, batch: dict) -> float:
         collect = frozenset({"index_scores"})
         hidden, aux, _ = model.trunk(tokens, positions, segments, collect=collect)
         steps = model.mtp_steps(hidden, tokens, positions, segments, LOSS.mtp_steps, collect)
-        return [layer["index_scores"] for layer in (*aux, *(step.aux for step in steps))]
+        return [layer["index_scores"] for layer in (*aux, *(step.aux for step in steps)) if "index_scores" in layer]
 
     with mock.patch.object(moe, "route", watched):
         gaps += [_gap(scores, cfg.index_topk) for scores in jax.jit(run)()]

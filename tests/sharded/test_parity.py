@@ -45,6 +45,16 @@ def test_gradients_are_those_of_one_device(name, dtype):
     compare((loss, parts | {"load": parts["load"] / 2}, grads), on_one_device(dtype), dtype)
 
 
+def test_gradients_of_layers_that_share_selections():
+    """A loop over MoE layers of which the second owns an indexer, layer by layer recomputed; its keys come from all devices."""
+    shared = dict(num_hidden_layers=4, indexer_types=("full", "shared", "full", "shared"))
+    params, batch = inputs("float64", **shared)
+    assert least_gap(network(dtype="float64", **shared), params, batch) > 1e-4
+    one = gradients_on(None, network(dtype="float64", **shared), params, batch)
+    eight = gradients_on(mesh(*MESHES["all three"]), network(dtype="float64", remat="block", **shared), params, batch)
+    compare(eight, one, "float64")
+
+
 def test_gradients_of_dense_attention_and_the_warm_up_loss():
     """All visible keys, among them those of other devices; the loss of the indexer is that of the warm-up."""
     cfg, loss = network(dtype="float64", attention="dense"), dataclasses.replace(LOSS, mtp_steps=0)
