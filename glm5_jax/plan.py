@@ -256,7 +256,7 @@ def dtypes(tree) -> str:
 
 
 def owner_share(cfg: ModelConfig) -> float:
-    """Of the layers that are scanned together though only some own an indexer, the share that does."""
+    """Of the `mixed_layers`, the share that owns an indexer."""
     mixed = mixed_layers(cfg)
     return sum(mixed) / len(mixed) if mixed else 1.0
 

@@ -29,7 +29,7 @@ def run(model, *args, cache=None, **kwargs):
 
 @pytest.mark.parametrize("kinds, expected", [
     ([D, D, D] + [F] * 75, [("dense", (True,) * 3), ("moe", (True,) * 75)]),
-    ([D, D, D, S, S, S] + [F, S, S, S] * 18, [("dense", (True,) * 3), ("moe", (False,) * 3 + (True, False, False, False) * 18)]),
+    ([D] * 3 + [S, S, S, F] * 18 + [S] * 3, [("dense", (True,) * 3), ("moe", (False, False, False, True) * 18 + (False,) * 3)]),
     ([F], [("moe", (True,))]),
 ])  # fmt: skip
 def test_neighbours_with_one_ffn_are_a_group(kinds, expected):

@@ -55,7 +55,7 @@ def _published_name(path, spec: Spec, index, prefixes) -> str:
 
 
 def layer_prefixes(cfg: ModelConfig) -> dict:
-    """(group, False, place of a layer there) and (group, True, place of its indexer there) -> "model.layers.{i}."; "mtp" too."""
+    """(group, whether the indexer's parameters are meant, their place there) -> "model.layers.{i}."; "mtp" -> that of MTP."""
     places = layer_places(cfg.layer_kinds)
     prefixes = {"mtp": f"model.layers.{len(places)}."}
     for i, (group, place, indexer) in enumerate(places):
