@@ -373,7 +373,7 @@ def _prefill(graphdef: nnx.GraphDef, params, keys: Keys, slot, start, count, tok
 
 def _trunk(model: Glm5, keys: tuple, tokens, length, segment) -> tuple[jax.Array, tuple]:
     """(hidden states [B,T,D] of tokens [B,T] behind `length` [B] others, keys). segment: int32 [B,T], 0 = does not count."""
-    slots = keys[0][0].latent.shape[2]
+    slots = keys[0].latent.shape[2]
     cache = Cache(keys, (jnp.arange(slots) < length[:, None]).astype(jnp.int32), length)
     positions = length[:, None] + jnp.arange(tokens.shape[1])
     hidden, _, cache = model.trunk(tokens, positions, segment, cache)
