@@ -49,7 +49,7 @@ def newton_schulz(x: jax.Array) -> jax.Array:
         square = x @ x.T
         return a * x + (b * square + c * square @ square) @ x
 
-    # A loop: written out five times over, these were most of the products of GLM-5's step that a compiler has to look at.
+    # A loop: written out, these were four fifths of the products in the program of a small step.
     x = lax.fori_loop(0, _STEPS, step, x)
     return x.T if turned else x
 
